@@ -1,0 +1,1 @@
+"""relit demo: train, kill, resume, compare."""

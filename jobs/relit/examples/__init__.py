@@ -1,0 +1,1 @@
+"""Example jobs, each runnable offline."""

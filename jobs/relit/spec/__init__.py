@@ -1,0 +1,1 @@
+"""The job specification: what a user asks for, validated."""

@@ -1,0 +1,1 @@
+"""The machine of relit: supervisor, checkpoint manager, node agents, and the rank's loop."""

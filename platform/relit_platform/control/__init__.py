@@ -1,0 +1,1 @@
+"""The control plane: checkpoint manager and run supervisor."""

@@ -1,0 +1,273 @@
+"""The vocabulary of the control plane: frozen facts that actors send each other.
+
+References, sizes and checksums only; no tensor ever travels in one of these. Nothing here imports
+ray, torch or time. A wall time is `at_s` (Unix seconds), taken by the sender.
+
+Who sends what:
+
+    rank      -> manager   JoinRequest, RowBatch, Finished
+    manager   -> rank      Waiting | Assignment | Dismissed | Refused   (answers to join)
+    agent     -> manager   ShardPersisted, ShardUploaded, ShardFailed, WorkerExited
+    manager   -> agent     plain calls (persisting, publishing, uploading, dropping)
+    both      -> log       Fact(kind, data): the source of every event in the run directory
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Tier = Literal["memory", "disk", "object"]
+Json = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that happened, before it gets a sequence number in the event log.
+
+    kind is dotted past tense ("worker.exited", "generation.formed", "ckpt.committed", ...); src
+    is "rank:<n>", "manager", "agent:<node>", "supervisor" or "client".
+    """
+
+    kind: str
+    at_s: float
+    src: str
+    generation: int = 0
+    step: int | None = None
+    level: Literal["info", "warning", "error"] = "info"
+    data: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultReport:
+    """Why a member left its generation. kind: "collective" (a peer's connection broke),
+    "restore_refused" (a checkpoint file failed its checks), "user" (the loop raised).
+    """
+
+    kind: Literal["collective", "restore_refused", "user", "timeout"]
+    message: str
+    at_s: float
+    step: int | None = None
+    refused: dict[str, Json] | None = None  # tier, step, generation, file, reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequest:
+    """A member asks for a place in the next generation; repeated until it is answered.
+
+    worker_id is unique for one process life. rank is the place it holds (None: newcomer or
+    spare). generation is the last one it was in (0: none). step is the newest boundary whose
+    state this process holds in its own memory (None: it holds nothing). endpoint is a fresh
+    rendezvous store that this member has opened, used if it becomes the lowest rank.
+    """
+
+    worker_id: str
+    epoch: int
+    node_id: str
+    pid: int
+    rank: int | None
+    generation: int
+    step: int | None
+    endpoint: tuple[str, int]
+    at_s: float
+    fault: FaultReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSource:
+    """Where one saved rank's shard of a step can be read.
+
+    location is a slot path (memory), a file path (disk) or a store key (object). extras_location
+    is its JSON beside it ("" for memory: the slot holds both).
+    """
+
+    rank: int
+    tier: Tier
+    node_id: str
+    location: str
+    extras_location: str
+    num_bytes: int
+    chunk_bytes: int
+    checksums: tuple[str, ...]
+    extras_checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePlan:
+    """The newest whole step and where each of its shards lies; world is the world it was saved at.
+
+    refusals says what was passed over and why, newest first: each {tier, step, generation, file,
+    reason}.
+    """
+
+    step: int
+    generation: int
+    world: int
+    tier: Tier
+    shards: tuple[ShardSource, ...]
+    refusals: tuple[dict[str, Json], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSource:
+    """Where a new generation takes its state from.
+
+    kind "member": rank `rank` holds boundary `step` in its process and broadcasts it.
+    kind "checkpoint": every rank loads `plan`. kind "fresh": rank 0's initial state, step 0.
+    """
+
+    kind: Literal["member", "checkpoint", "fresh"]
+    step: int
+    rank: int | None = None
+    plan: RestorePlan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A place in a generation. members are worker ids by rank; endpoint is rank 0's store.
+
+    last_row_step is the newest metric row the manager has; the rank that writes rows sends later
+    ones again. epilogue: every step is done, only code after the loop remains to run.
+    """
+
+    generation: int
+    epoch: int
+    rank: int
+    world: int
+    members: tuple[str, ...]
+    endpoint: tuple[str, int]
+    source: StateSource
+    last_row_step: int = 0
+    epilogue: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Ask again: the generation is not complete. spare: you are waiting as a hot spare."""
+
+    spare: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismissed:
+    """Nothing left to do: the run has finished or stopped; leave the loop."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """You are fenced off; end this worker."""
+
+    reason: str
+    newest_generation: int
+
+
+JoinReply = Waiting | Assignment | Dismissed | Refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotInfo:
+    """One COMPLETE slot as an agent sees it in shared memory."""
+
+    path: str
+    worker_id: str
+    node_id: str
+    generation: int
+    step: int
+    rank: int
+    world: int
+    image_bytes: int
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPersisted:
+    """A rank's image and extras of a step are synced on a node's disk. Paths are relative to the
+    disk tier's root of that node and equal to the object keys they get later.
+    """
+
+    step: int
+    generation: int
+    rank: int
+    world: int
+    node_id: str
+    file: str
+    num_bytes: int
+    chunk_bytes: int
+    checksums: tuple[str, ...]
+    extras_file: str
+    extras_bytes: int
+    extras_checksum: str
+    tensors: tuple[dict[str, Json], ...]  # parsed image header, see relit_storage.checkpoint.image
+    seconds: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUploaded:
+    """A persisted shard (image and extras) is in the object tier and its size was read back."""
+
+    step: int
+    generation: int
+    rank: int
+    node_id: str
+    seconds: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFailed:
+    """Persisting or uploading one shard failed for good; the step is abandoned on that tier."""
+
+    step: int
+    generation: int
+    rank: int
+    node_id: str
+    tier: Tier
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited:
+    """An agent saw a worker's process end (pidfd), or found it gone."""
+
+    worker_id: str
+    node_id: str
+    pid: int
+    at_s: float
+    last_step: int
+    last_phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInventory:
+    """All that one node could contribute to a restore.
+
+    disk: the ShardPersisted of every shard found on this node's disk; manifests: canonical
+    manifest bytes of every step published on it, as (step, generation, bytes).
+    fence: highest generation this node has sealed or served.
+    """
+
+    node_id: str
+    memory: tuple[SlotInfo, ...]
+    disk: tuple[ShardPersisted, ...]
+    manifests: tuple[tuple[int, int, bytes], ...]
+    fence: int
+    refusals: tuple[dict[str, Json], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A rank's last sign of life, read from shared memory without a call."""
+
+    worker_id: str
+    pid: int
+    rank: int
+    generation: int
+    step: int
+    phase: str
+    at_s: float

@@ -1,0 +1,1 @@
+"""What runs once per node: slots in shared memory, persist, upload, process watch."""

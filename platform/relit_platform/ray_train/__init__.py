@@ -1,0 +1,1 @@
+"""The one place that touches Ray Train's internals."""

@@ -1,0 +1,155 @@
+"""The only module that touches Ray Train's internals (Ray 2.60.0, pinned exactly).
+
+What it uses, and what happens when a seam is gone:
+
+| seam | what for | without it |
+|---|---|---|
+| `Backend.has_replica_groups` | Ray replaces failed workers only | full restart on any failure |
+| `DataParallelTrainer._initialize_and_run_controller` | our failure policy | Ray's own policy |
+| `DataParallelTrainer._create_default_callbacks` | drop the placement group cleaner | it stays |
+
+`missing_seams()` names those that are gone; `fit` then falls back to stock behaviour and returns
+a warning for each. `tests/unit/test_ray_contract.py` holds the signatures, so that a moved pin
+fails there first. The placement group cleaner is dropped because, with two Ray clusters on one
+host, it removes a healthy run's placement group (research: ray-train.md section 8).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+CLEANER = "PlacementGroupCleanerCallback"
+
+
+class ReplicaBackend(Backend):  # type: ignore[misc]
+    """Puts every worker into a replica group of its own and sets up nothing: the process group
+    is relit's, formed per generation inside the worker.
+    """
+
+    has_replica_groups = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Nothing to start."""
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Nothing to set up before the training function."""
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """Nothing to shut down."""
+
+
+class ReplicaBackendConfig(BackendConfig):  # type: ignore[misc]
+    """Selects `ReplicaBackend`."""
+
+    @property
+    def backend_cls(self) -> type[ReplicaBackend]:
+        """The backend class that the controller instantiates."""
+        return ReplicaBackend
+
+
+class RunFailurePolicy(FailurePolicy):  # type: ignore[misc]
+    """Asks `verdict(error_text, user_final) -> (retry, reason)` for every failure of the group.
+
+    Lives in the controller's process. The verdict is taken by the manager, which knows whether
+    the run made progress; an unreachable manager means retry, because a failed status query is
+    never a failure, and the supervisor's own budget still bounds a loop.
+    """
+
+    def __init__(self, verdict: Callable[[str, bool], tuple[bool, str]]) -> None:
+        super().__init__(FailureConfig(max_failures=-1))
+        self._verdict = verdict
+
+    def make_decision(self, training_failed_error: Exception) -> FailureDecision:
+        """RETRY, or RAISE where the verdict is final."""
+        final = is_final(training_failed_error)
+        retry, reason = self._verdict(str(training_failed_error), final)
+        print(f"relit failure policy: {'retry' if retry else 'give up'}: {reason}", flush=True)
+        return FailureDecision.RETRY if retry else FailureDecision.RAISE
+
+
+def is_final(error: BaseException) -> bool:
+    """True if any worker ended with relit's mark for an error that must not be retried."""
+    failures = getattr(error, "worker_failures", None) or {}
+    return any("FinalUserError" in f"{type(e).__name__} {e!r} {e}" for e in failures.values())
+
+
+class ReplicaTrainer(DataParallelTrainer):  # type: ignore[misc]
+    """DataParallelTrainer with relit's failure policy and without the placement group cleaner."""
+
+    relit_policy: FailurePolicy | None = None
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [c for c in super()._create_default_callbacks() if type(c).__name__ != CLEANER]
+
+    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
+        if self.relit_policy is not None and "failure_policy" in controller_init_kwargs:
+            controller_init_kwargs["failure_policy"] = self.relit_policy
+        return super()._initialize_and_run_controller(**controller_init_kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitRequest:
+    """One `fit()`: train_fn(loop_config) runs in each of num_workers workers."""
+
+    train_fn: Callable[[dict[str, Any]], Any]
+    loop_config: dict[str, Any]
+    num_workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+    placement: str
+    name: str
+    storage_path: str
+    verdict: Callable[[str, bool], tuple[bool, str]]
+
+
+def missing_seams() -> list[str]:
+    """Names of Ray internals that this adapter needs and this Ray does not have."""
+    gone = []
+    if not hasattr(Backend, "has_replica_groups"):
+        gone.append("ray.train.backend.Backend.has_replica_groups")
+    for name in ("_initialize_and_run_controller", "_create_default_callbacks"):
+        if not callable(getattr(DataParallelTrainer, name, None)):
+            gone.append(f"DataParallelTrainer.{name}")
+    fit_source = inspect.getsource(DataParallelTrainer.fit)
+    if "failure_policy=" not in fit_source:
+        gone.append("DataParallelTrainer.fit(failure_policy=...)")
+    return gone
+
+
+def fit(request: FitRequest) -> list[str]:
+    """Run one Ray Train run to its end; blocks. Returns warnings about missing seams.
+
+    Called in a thread of the supervisor actor. Raises what Ray Train raises: `WorkerGroupError`
+    when our policy gave up, `ControllerError` when the controller could not go on, and
+    `RayActorError` when the controller died.
+    """
+    resources = {"CPU": request.cpus_per_worker}
+    if request.gpus_per_worker:
+        resources["GPU"] = request.gpus_per_worker
+    trainer = ReplicaTrainer(
+        request.train_fn,
+        train_loop_config=request.loop_config,
+        backend_config=ReplicaBackendConfig(),
+        scaling_config=ScalingConfig(
+            num_workers=request.num_workers,
+            use_gpu=request.gpus_per_worker > 0,
+            resources_per_worker=resources,
+            placement_strategy=request.placement,
+        ),
+        run_config=RunConfig(
+            name=request.name,
+            storage_path=request.storage_path,
+            failure_config=FailureConfig(max_failures=-1, controller_failure_limit=10),
+        ),
+    )
+    trainer.relit_policy = RunFailurePolicy(request.verdict)
+    trainer.fit()
+    return [f"Ray moved: {name} is gone, falling back" for name in missing_seams()]

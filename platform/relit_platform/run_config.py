@@ -1,0 +1,110 @@
+"""What the machine is told to do: the resolved, plain form of a job specification.
+
+`relit.JobSpec` (jobs floor) validates what a user writes and turns it into this; the platform
+never reads YAML. Frozen, JSON in and out, stored as config.resolved.json in the run directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_type_hints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """Ranks and what each one needs. spares are extra workers that hold no rank."""
+
+    workers: int = 1
+    spares: int = 0
+    cpus_per_worker: float = 1.0
+    gpus_per_worker: float = 0.0
+    placement: Literal["PACK", "SPREAD"] = "PACK"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Cadence and place of each tier. A cadence of 0 turns the tier off."""
+
+    memory_every_steps: int = 1
+    disk_every_steps: int = 50
+    object_every_steps: int = 200
+    keep_disk: int = 2
+    keep_object: int = 3
+    shm_dir: str = "/dev/shm"
+    disk_dir: str = "/var/tmp/relit"
+    memory_budget_bytes: int = 4 << 30
+    chunk_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryConfig:
+    """How a run goes on after a fault, and when it gives up."""
+
+    on_rank_loss: Literal["wait", "spare"] = "wait"
+    max_recoveries: int = 1000
+    no_progress: int = 3  # recoveries in a row without one new completed step
+    user_errors: int = 1  # the same exception at the same step this often again is final
+    backoff_s: float = 0.5
+    backoff_max_s: float = 30.0
+    lease_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run. store is the object tier's URL; run_key is `<experiment>/<run_id>` below it.
+
+    entry is "module:function"; code_key names the zip below run_key that holds the module
+    (sha256 of it is code_sha). config is handed to the user's function. secret_names are
+    environment variables that must exist on the workers; their values appear nowhere.
+    """
+
+    run_id: str
+    name: str
+    experiment: str
+    store: str
+    run_key: str
+    entry: str
+    code_key: str
+    code_sha: str
+    config: dict[str, Any] = field(default_factory=dict)
+    config_sha: str = ""
+    owner: str = ""
+    seed: int = 0
+    env_vars: dict[str, str] = field(default_factory=dict)
+    secret_names: tuple[str, ...] = ()
+    scaling: ScalingConfig = ScalingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    faults: tuple[dict[str, Any], ...] = ()  # drills: see relit_platform.worker.drill
+    allow_drift: tuple[str, ...] = ()  # any of "config", "code", "data"
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json(to_json())` is equal to self."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunConfig:
+        """Rebuild from `to_json`; unknown keys raise TypeError naming them."""
+        return _build(cls, data)
+
+
+_NESTED = {
+    "scaling": ScalingConfig,
+    "checkpoint": CheckpointConfig,
+    "recovery": RecoveryConfig,
+}
+
+
+def _build(cls: type[RunConfig], data: dict[str, Any]) -> RunConfig:
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in _NESTED:
+            values[key] = _NESTED[key](**value)
+        elif str(hints.get(key, "")).startswith("tuple"):
+            values[key] = tuple(value)
+        else:
+            values[key] = value
+    return cls(**values)

@@ -1,0 +1,1 @@
+"""What runs inside a rank: the loop's context, gradient sync, snapshots."""

@@ -1,0 +1,1 @@
+"""What a checkpoint is on disk: image, shard, manifest, commit."""
