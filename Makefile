@@ -16,6 +16,7 @@ SEEDS ?= 200
 KILLS ?= 20
 ARGS ?=
 
+.NOTPARALLEL:
 .PHONY: help run test check test-unit test-sim test-cluster sim drill bench docs fmt clean
 
 help:  ## Show this list
