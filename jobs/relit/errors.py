@@ -1,0 +1,175 @@
+"""The errors of relit's face, each with the exit code that the command line gives it.
+
+    RelitError                      1 unless said otherwise
+    └── JobError
+        ├── BadInputError           2   the caller can fix it: names field, value and way out
+        │   ├── SpecError           the specification does not validate
+        │   ├── SecretInSpecError   a secret would have been stored with the run
+        │   ├── EntryError          the module or function to run cannot be found
+        │   ├── SnapshotError       the code does not fit into a snapshot
+        │   ├── RunExistsError      the run id is taken by another specification
+        │   ├── AmbiguousRunError   a prefix that fits several runs
+        │   ├── RunFinishedError    a finished run cannot be resumed or stopped
+        │   ├── ClusterUnreachableError   nothing answers at the given address
+        │   └── StoreUnwritableError      the store refuses to be written
+        ├── ClusterStartError       1   a local Ray cluster did not come up
+        ├── NotFinishedError      101   the time to wait is over, or the run was lost
+        └── RunNotFoundError      102   no such run in this store
+
+Errors of the floors below that a caller can fix (drift, lease held, unsupported store) also exit
+with 2: `exit_code` knows them.
+"""
+
+from __future__ import annotations
+
+from relit_platform.errors import DriftError, PlatformError
+from relit_storage.errors import (
+    LeaseHeldError,
+    RelitError,
+    StorageError,
+    StoreUnavailableError,
+    UnsupportedStoreError,
+)
+
+__all__ = [
+    "RelitError",
+    "PlatformError",
+    "StorageError",
+    "DriftError",
+    "JobError",
+    "BadInputError",
+    "SpecError",
+    "SecretInSpecError",
+    "EntryError",
+    "SnapshotError",
+    "RunExistsError",
+    "AmbiguousRunError",
+    "RunFinishedError",
+    "ClusterUnreachableError",
+    "StoreUnwritableError",
+    "ClusterStartError",
+    "NotFinishedError",
+    "RunNotFoundError",
+    "exit_code",
+]
+
+OK, INTERNAL, USAGE = 0, 1, 2
+FAILED, NOT_FINISHED, NOT_FOUND, STOPPED = 100, 101, 102, 103
+
+
+class JobError(RelitError):
+    """Anything between a user's wish and a run."""
+
+    exit_code = INTERNAL
+
+
+class BadInputError(JobError):
+    """The caller can fix it. Fields: message."""
+
+    exit_code = USAGE
+
+
+class SpecError(BadInputError):
+    """Fields: source (file or "JobSpec"), problems (a list of "field: what, and what to do")."""
+
+    template = "{source} is not a valid job specification: {problems}."
+
+
+class SecretInSpecError(BadInputError):
+    """Fields: field, why. The value itself is in no field of this error."""
+
+    template = "{field} {why}; a specification is stored with the run and must hold no secret."
+    fix = (
+        "Set it as an environment variable on the cluster and list its name under env.secrets; "
+        "the training function reads os.environ."
+    )
+
+
+class EntryError(BadInputError):
+    """Fields: entry, why, fix."""
+
+    template = "entry {entry!r}: {why}."
+
+
+class SnapshotError(BadInputError):
+    """Fields: root, why."""
+
+    template = "cannot keep the code under {root}: {why}."
+    fix = "Point env.working_dir at the folder of the code alone, or list patterns in env.exclude."
+
+
+class RunExistsError(BadInputError):
+    """Fields: run, diff."""
+
+    template = "run {run} exists with another specification: {diff}."
+    fix = "Choose another run_id, or use resume with the named allow flag."
+
+
+class AmbiguousRunError(BadInputError):
+    """Fields: prefix, candidates."""
+
+    template = "{prefix!r} fits several runs: {candidates}."
+    fix = "Give more letters."
+
+
+class RunFinishedError(BadInputError):
+    """Fields: run, state, verb."""
+
+    template = "run {run} is {state}: there is nothing to {verb}."
+
+
+class ClusterUnreachableError(BadInputError):
+    """Fields: address, cause."""
+
+    template = "no Ray dashboard answers at {address}: {cause}."
+    fix = (
+        "Check --address (the dashboard's, as http://host:8265) and RAY_ADDRESS; leave both out "
+        "to use a local cluster."
+    )
+
+
+class StoreUnwritableError(BadInputError):
+    """Fields: store, cause."""
+
+    template = "store {store} cannot be written: {cause}."
+    fix = "Set store in the specification (or --store) to a directory or bucket you may write."
+
+
+class ClusterStartError(JobError):
+    """Fields: cause, log."""
+
+    template = "the local Ray cluster did not start: {cause}. Its log: {log}"
+
+
+class NotFinishedError(JobError):
+    """Fields: run, state, why."""
+
+    exit_code = NOT_FINISHED
+    template = "run {run} is not finished ({state}): {why}."
+
+
+class RunNotFoundError(JobError):
+    """Fields: run, store."""
+
+    exit_code = NOT_FOUND
+    template = "no run {run!r} in store {store}."
+    fix = "relit ls shows the runs of a store; --store or RELIT_STORE chooses it."
+
+
+_CALLERS = (DriftError, LeaseHeldError, UnsupportedStoreError, StoreUnavailableError)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code the command line ends with for this error."""
+    if isinstance(error, JobError):
+        return error.exit_code
+    return USAGE if isinstance(error, _CALLERS) else INTERNAL
+
+
+def state_exit_code(state: str) -> int:
+    """The exit code of a run in this state: 0, 100 failed, 103 stopped, 101 anything else."""
+    if state == "SUCCEEDED":
+        return OK
+    if state == "STOPPED":
+        return STOPPED
+    return FAILED if state.startswith("FAILED") else NOT_FINISHED
