@@ -6,6 +6,7 @@
         ├── StateError
         │   ├── NotSavableError      a registered object's state cannot be saved without pickle
         │   └── StateMismatchError   names saved and names registered differ
+        ├── CollectiveBrokenError    a peer's connection broke; the step is to be done again
         ├── ReplicasDivergedError    ranks disagree on step, cursor, ids or state
         ├── BudgetError              a memory or disk budget in bytes would be exceeded
         ├── RecoveryExhaustedError   failures used up their budget; carries the verdict
@@ -49,6 +50,16 @@ class StateMismatchError(StateError):
         "registered state does not match the checkpoint: saved but not registered {missing}; "
         "registered but not saved {unexpected}. {detail}"
     )
+
+
+class CollectiveBrokenError(PlatformError):
+    """A collective could not finish: a peer died, hangs, or left the group.
+
+    Collateral evidence only: whose fault it was is for the manager to say. Fields: operation,
+    generation, rank, cause.
+    """
+
+    template = "{operation} of generation {generation} broke at rank {rank}: {cause}."
 
 
 class ReplicasDivergedError(PlatformError):
