@@ -5,6 +5,7 @@
     │   ├── StoreError                 a store's call failed; the caller may retry
     │   │   ├── StoreUnavailableError  unreachable, timed out, throttled
     │   │   ├── ObjectMissingError     no such key
+    │   │   ├── StoreAddressError      a store URL that names no store or carries a credential
     │   │   └── UnsupportedStoreError  the store cannot give a guarantee that relit needs
     │   ├── CorruptShardError          bytes read are not the bytes written
     │   ├── ManifestError              a manifest that does not parse, cover or agree
@@ -88,6 +89,12 @@ class ObjectMissingError(StoreError):
     """No object under this key. Fields: url, key."""
 
     template = "store {url} has no object {key!r}."
+
+
+class StoreAddressError(StoreError):
+    """A URL that names no store. Fields: url (redacted), reason."""
+
+    template = "store address {url} is refused: {reason}."
 
 
 class UnsupportedStoreError(StoreError):

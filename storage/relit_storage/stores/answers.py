@@ -1,0 +1,96 @@
+"""What an exception from an fsspec file system means for the caller.
+
+s3fs turns S3 error codes into OSErrors that overlap (a lost condition and a bad argument are both
+EINVAL), so the original code is read from the exception's cause where there is one.
+
+    MISSING   no such object                          CONFLICT  the object exists already
+    BEYOND    a range past the end                    RENEW     credentials or clock went stale
+    BUSY      try again later                         FINAL     trying again cannot help
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+
+
+class Answer(enum.Enum):
+    """The meanings above."""
+
+    MISSING = "missing"
+    CONFLICT = "conflict"
+    BEYOND = "beyond"
+    RENEW = "renew"
+    BUSY = "busy"
+    FINAL = "final"
+
+
+_BY_CODE = {
+    "NoSuchKey": Answer.MISSING,
+    "404": Answer.MISSING,
+    "NoSuchBucket": Answer.FINAL,
+    "PreconditionFailed": Answer.CONFLICT,
+    "412": Answer.CONFLICT,
+    "InvalidRange": Answer.BEYOND,
+    "416": Answer.BEYOND,
+    "ExpiredToken": Answer.RENEW,
+    "InvalidToken": Answer.RENEW,
+    "TokenRefreshRequired": Answer.RENEW,
+    "RequestTimeTooSkewed": Answer.RENEW,
+    # 409 to a conditional write means that another one is in flight, not that it won.
+    "ConditionalRequestConflict": Answer.BUSY,
+    "OperationAborted": Answer.BUSY,
+    "409": Answer.BUSY,
+    "SlowDown": Answer.BUSY,
+    "RequestTimeout": Answer.BUSY,
+    "IncompleteBody": Answer.BUSY,
+    "BadDigest": Answer.BUSY,  # a bit flipped on the wire; the bytes we hold are checked elsewhere
+    "XAmzContentSHA256Mismatch": Answer.BUSY,
+    "NoSuchUpload": Answer.BUSY,  # our multipart upload was aborted under us: begin another
+}
+_FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.ENAMETOOLONG, errno.EPERM, errno.ENOSPC}
+# By name, so that this module needs no S3 library: botocore's and aiohttp's connection troubles.
+_BUSY_NAMES = {
+    "HTTPClientError",
+    "ConnectionError",
+    "ClientPayloadError",
+    "ClientConnectionError",
+    "IncompleteReadError",
+    "IncompleteRead",
+    "ResponseParserError",
+}
+
+
+def classify(error: BaseException) -> Answer:
+    """The meaning of `error`; FINAL for whatever is not known to be anything else."""
+    code, status = _code_of(error)
+    if code in _BY_CODE:
+        return _BY_CODE[code]
+    if code:
+        return Answer.BUSY if status >= 500 or code.startswith("5") else Answer.FINAL
+    if isinstance(error, FileNotFoundError):
+        return Answer.MISSING
+    if isinstance(error, FileExistsError):
+        return Answer.CONFLICT
+    if isinstance(error, PermissionError):
+        return Answer.FINAL
+    if isinstance(error, OSError):
+        return Answer.FINAL if error.errno in _FINAL_ERRNO else Answer.BUSY
+    names = {parent.__name__ for parent in type(error).__mro__}
+    return Answer.BUSY if names & _BUSY_NAMES else Answer.FINAL
+
+
+def describe(error: BaseException) -> str:
+    """One line for humans: the store's own code and words."""
+    code, _ = _code_of(error)
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    return f"{code}: {text}" if code and code not in text else text
+
+
+def _code_of(error: BaseException) -> tuple[str, int]:
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return str(response.get("Error", {}).get("Code", "")), int(status)
+    return "", 0
