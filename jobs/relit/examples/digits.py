@@ -76,7 +76,7 @@ def train(run: RankContext, cfg: dict[str, Any]) -> dict[str, Any]:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg["lr"])
     run.register(model=model, optimizer=optimizer)
-    data = run.table_data(str(Path(cfg["data"]) / "train.parquet"))
+    data = TableDataset.open(str(Path(cfg["data"]) / "train.parquet"))
     for batch in run.batches(data, global_batch=cfg["global_batch"], steps=cfg["steps"]):
         loss = functional.cross_entropy(model(batch["x"]), batch["y"])
         run.backward(loss)

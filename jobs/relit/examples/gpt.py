@@ -10,26 +10,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from relit_storage.data.tokens import TokenDataset
+
 if TYPE_CHECKING:
     from relit_platform.worker.context import RankContext
 
-DEFAULTS: dict[str, Any] = {
-    "width": 64,
-    "layers": 2,
-    "heads": 4,
-    "context": 64,  # tokens of a row; shards hold rows of context + 1
-    "global_batch": 32,
-    "steps": 1500,
-    "lr": 3e-3,
-    "warmup": 100,
-    "seed": 0,
-    "prompt": "def ",
-    "sample_bytes": 240,
-}
+SHAPE: dict[str, Any] = {"width": 64, "layers": 2, "heads": 4, "context": 64}
+TRAINING = {"global_batch": 32, "steps": 1500, "lr": 3e-3, "warmup": 100, "seed": 0}
+DEFAULTS = SHAPE | TRAINING | {"prompt": "def ", "sample_bytes": 240}
+NUM_HELD_OUT = 256  # rows that the validation loss is the mean of
 
 
 class Block(nn.Module):
@@ -75,10 +69,9 @@ class GPT(nn.Module):
             x = block(x)
         return functional.linear(self.norm(x), self.embed.weight)
 
-    def loss(self, rows: Tensor) -> Tensor:
-        """Mean cross entropy in nats per byte of rows [batch, context + 1]."""
-        rows = rows.long()
-        return functional.cross_entropy(self(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross entropy in nats per byte of the next bytes y, both [batch, time]."""
+        return functional.cross_entropy(self(x).flatten(0, 1), y.flatten())
 
 
 @torch.no_grad()
@@ -103,16 +96,21 @@ def train(run: RankContext, cfg: dict[str, Any]) -> dict[str, Any]:
     """The job. Returns the mean loss over held-out rows and a sample of generated text."""
     cfg = DEFAULTS | cfg
     torch.manual_seed(cfg["seed"])
-    model = GPT(cfg["width"], cfg["layers"], cfg["heads"], cfg["context"])
+    model = GPT(**{name: cfg[name] for name in SHAPE})
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg["lr"], weight_decay=0.05)
     run.register(model=model, optimizer=optimizer)
-    data = run.tokens(cfg["data"])
+    data = TokenDataset.open(cfg["data"])
     for batch in run.batches(data, global_batch=cfg["global_batch"], steps=cfg["steps"]):
         optimizer.param_groups[0]["lr"] = learning_rate(run.step_no, cfg)
-        loss = model.loss(batch["tokens"])
+        loss = model.loss(batch["x"], batch["y"])
         run.backward(loss)
         run.step(optimizer, loss=loss)
     sample = generate(model, cfg["prompt"], cfg["sample_bytes"], cfg["seed"])
-    held_out = torch.from_numpy(run.tokens(cfg["val_data"]).read(0, range(256)))
-    with torch.no_grad():
-        return {"val_loss": float(model.loss(held_out)), "sample": sample}
+    return {"val_loss": validate(model, cfg["val_data"]), "sample": sample}
+
+
+@torch.no_grad()
+def validate(model: GPT, location: str) -> float:
+    """Mean loss over the first row group of a held-out token data set."""
+    rows = torch.from_numpy(TokenDataset.open(location).read(0, np.arange(NUM_HELD_OUT)))
+    return float(model.loss(rows[:, :-1].long(), rows[:, 1:].long()))
