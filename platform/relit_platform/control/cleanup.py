@@ -1,0 +1,57 @@
+"""The end of a run on the cluster: every actor, page of shared memory and file that was the run's.
+
+Called by the supervisor once result.json is written. Everything here may be repeated, and a
+node that does not answer is reported, not waited for: its agent dies with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import list_named_actors
+
+from relit_platform.run_config import RunConfig
+from relit_platform.worker.manager_client import NAMESPACE, manager_name
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+def run_actor_names(run_id: str) -> list[str]:
+    """Names of the run's agents and manager that exist now, agents first."""
+    names = [
+        str(entry["name"])
+        for entry in list_named_actors(all_namespaces=True)
+        if entry["namespace"] == NAMESPACE
+    ]
+    agents = sorted(n for n in names if n.startswith(f"agent/{run_id}/"))
+    return agents + [n for n in names if n == manager_name(run_id)]
+
+
+def close_run(config: RunConfig, *, keep_disk: bool) -> list[str]:
+    """End the run's agents and manager; returns what did not answer.
+
+    keep_disk: a stopped or failed run keeps its disk tier, from which a resume restores faster
+    than from the object tier; shared memory is always given back.
+    """
+    silent = []
+    for name in run_actor_names(config.run_id):
+        try:
+            actor: Any = ray.get_actor(name, namespace=NAMESPACE)
+            if name.startswith("agent/"):
+                ray.get(actor.close.remote(not keep_disk), timeout=CLOSE_TIMEOUT_S)
+            ray.kill(actor, no_restart=True)
+        except ValueError:
+            continue  # it went on its own
+        except (GetTimeoutError, RayError) as error:
+            silent.append(f"{name}: {type(error).__name__}")
+            _kill(name)
+    return silent
+
+
+def _kill(name: str) -> None:
+    try:
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    except (ValueError, RayError):
+        pass  # already gone

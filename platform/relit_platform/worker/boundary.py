@@ -1,0 +1,114 @@
+"""The last completed boundary, kept so that an abandoned step leaves no trace in a survivor.
+
+A step that a fault breaks is done again. Its forward pass may already have changed BatchNorm's
+running statistics, and the rest of the user's loop body still runs once with the abandoned step
+(a scheduler, an EMA, a counter). So at each boundary everything that something other than a
+registered optimizer's update changes is kept aside, in this process:
+
+| registered object | kept | cost |
+|---|---|---|
+| nn.Module | buffers, and parameters no registered optimizer owns (an EMA copy) | one copy |
+| Optimizer | its param_groups' settings (lr, betas, ...), not its state | a few dicts |
+| anything else | a deep copy of its state_dict() | small |
+
+Parameters and optimizer state need no copy: only `run.step` changes them, and a broken step never
+gets that far. Called by each rank's own thread, once per step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class BoundaryState:
+    """Keeps and brings back the forward-mutable part of the registered objects."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._live: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._others: list[tuple[Any, Any]] = []
+        self.captured = False
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Keep the present state; reuses its buffers while shapes stay as they are."""
+        live = _forward_mutable(self._objects)
+        if not _same_shapes(live, self._kept):
+            self._kept = [tensor.clone() for tensor in live]
+        elif live:
+            torch._foreach_copy_(self._kept, live)
+        self._live = live
+        self._groups = [
+            (group, {k: _copied(v) for k, v in group.items() if k != "params"})
+            for group in _param_groups(self._objects.values())
+        ]
+        self._others = [
+            (obj, copy.deepcopy(_state(obj)))
+            for obj in self._objects.values()
+            if not isinstance(obj, torch.nn.Module | torch.optim.Optimizer)
+        ]
+        self.captured = True
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        """Bring the kept state back in place. May be called any number of times per boundary."""
+        if not self.captured:
+            return
+        if self._live:
+            torch._foreach_copy_(self._live, self._kept)
+        for group, kept in self._groups:
+            for key in [k for k in group if k != "params" and k not in kept]:
+                del group[key]
+            for key, value in kept.items():
+                group[key] = _copied(value)
+        for obj, state in self._others:
+            _load(obj, copy.deepcopy(state))
+
+
+def _forward_mutable(objects: Mapping[str, Any]) -> list[torch.Tensor]:
+    owned = {id(p) for group in _param_groups(objects.values()) for p in group["params"]}
+    found: list[torch.Tensor] = []
+    for obj in objects.values():
+        if isinstance(obj, torch.nn.Module):
+            found.extend(b for b in obj.buffers() if b is not None)
+            found.extend(p.detach() for p in obj.parameters() if id(p) not in owned)
+    return found
+
+
+def _param_groups(objects: Iterable[Any]) -> list[dict[str, Any]]:
+    return [
+        group
+        for obj in objects
+        if isinstance(obj, torch.optim.Optimizer)
+        for group in obj.param_groups
+    ]
+
+
+def _same_shapes(live: list[torch.Tensor], kept: list[torch.Tensor]) -> bool:
+    return len(live) == len(kept) and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        for a, b in zip(live, kept, strict=True)
+    )
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, list | dict | tuple) else value
+
+
+def _state(obj: Any) -> Any:
+    return obj[0]() if isinstance(obj, tuple) else obj.state_dict()
+
+
+def _load(obj: Any, state: Any) -> None:
+    if isinstance(obj, tuple):
+        obj[1](state)
+    else:
+        obj.load_state_dict(state)

@@ -1,0 +1,279 @@
+"""What a rank leaves behind at each boundary: heartbeat, metric row, snapshot, persist request.
+
+Nothing here waits for another process except `finish`, `table` and `artifact`. Per completed step:
+
+    row      kept in a bounded deque by every rank, sent by rank 0 in batches a few times a second
+    snapshot into this worker's shared-memory slots, every `memory_every_steps`
+    persist  asked of the node's agent every `disk_every_steps`; the slot is pinned first, so
+             that an agent that is killed in between finds the pinned slot when it comes back
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relit_platform.facts import Fact, RowBatch
+from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
+from relit_platform.run_config import RunConfig
+from relit_platform.worker.drill import Drill
+from relit_platform.worker.manager_client import ActorLink
+from relit_platform.worker.snapshot import Snapshotter
+from relit_platform.worker.state_tree import flatten
+from relit_storage.data.ledger import LedgerRow
+from relit_storage.stores.protocol import ObjectStore
+
+ROWS_KEPT = 4096
+ROWS_IN_EXTRAS = 512  # at 150 bytes a row, 75 KB at the most beside each snapshot
+ROWS_IN_SYNC = 64
+SHIP_EVERY_S = 0.25
+
+
+class Recorder:
+    """One per rank; every method is called by the rank's own thread."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        worker_id: str,
+        store: ObjectStore,
+        agent: ActorLink,
+        manager: ActorLink,
+        heartbeat_path: str,
+        control_path: str,
+    ) -> None:
+        self._config = config
+        self._worker_id = worker_id
+        self.store = store
+        self._agent = agent
+        self.manager = manager
+        self._heartbeat = HeartbeatPage.open(heartbeat_path)
+        self._control = ControlPage.open(control_path)
+        self._snapshotter = Snapshotter(
+            worker_id=worker_id,
+            open_slots=lambda count, image, extras: self._agent.call(
+                "open_slots", worker_id, count, image, extras
+            ),
+            release_slots=lambda paths: self._agent.send("release_slots", worker_id, paths),
+        )
+        self._objects: Mapping[str, Any] = {}
+        self._rows: deque[dict[str, Any]] = deque(maxlen=ROWS_KEPT)
+        self._shipped_step = 0
+        self._shipped_at_s = 0.0
+        self._ack: Any = None
+        self._place = (0, 0)  # rank, generation
+        self._skips = 0
+        self.drill: Drill | None = None
+        self._data_id = ""
+
+    # ---- signs of life ----
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once this node's control page asks for a stop; one read of shared memory."""
+        return self._control.stop_requested > 0
+
+    def phase(self, name: str, step: int) -> None:
+        """Write the heartbeat: phase and completed steps; no system call."""
+        rank, generation = self._place
+        self._heartbeat.beat(rank=rank, generation=generation, step=step, phase=name)
+
+    def announce(self, total_steps: int | None, data: Any, member: Any) -> None:
+        """Say how long the run is and what it reads, once the loop has begun."""
+        self._data_id = str(getattr(data, "fingerprint", ""))
+        if member.rank == 0:
+            self.manager.send(
+                "fact",
+                Fact(
+                    kind="loop.begun",
+                    at_s=time.time(),
+                    src="rank:0",
+                    generation=member.generation,
+                    step=member.step,
+                    data={
+                        "total_steps": total_steps,
+                        "data": self._data_id,
+                        "tokens_per_sample": int(getattr(data, "block_len", 0)),
+                    },
+                ),
+            )
+
+    def bind(self, objects: Mapping[str, Any]) -> None:
+        """The registered objects, once the first generation is entered."""
+        self._objects = objects
+
+    def place(self, rank: int, generation: int, last_row_step: int) -> None:
+        """A new generation was entered; rows after last_row_step are sent again by rank 0."""
+        self._place = (rank, generation)
+        self._shipped_step = last_row_step
+        self._ack = None
+
+    # ---- the boundary ----
+
+    def completed(
+        self,
+        *,
+        member: Any,
+        ledger: LedgerRow,
+        loss: float,
+        logged: Mapping[str, float],
+        cursor: Mapping[str, Any],
+        final: bool,
+        stopping: bool,
+    ) -> None:
+        """A step is complete on this rank: row, snapshot and what is due; member.step counts it."""
+        now_s, step = time.time(), member.step
+        self._rows.append(
+            {
+                "step": step,
+                "loss": loss,
+                "at_s": round(now_s, 4),
+                "epoch": ledger.epoch,
+                "lo": ledger.lo,
+                "hi": ledger.hi,
+                "samples": ledger.hi - ledger.lo,
+                "digest": ledger.digest,
+                "world": member.world,
+                "generation": member.generation,
+                **logged,
+            }
+        )
+        self.phase("snapshot", step)
+        self._save(member, cursor, step, last=final or stopping)
+        self._ship(now_s, force=final or stopping)
+        if self.drill is not None:
+            self.drill.check(member.rank, step, "boundary")
+        self.phase("data", step)
+
+    def _save(self, member: Any, cursor: Mapping[str, Any], step: int, *, last: bool) -> None:
+        due = self._config.checkpoint
+        to_disk = last or _due(step, due.disk_every_steps)
+        if not to_disk and not _due(step, due.memory_every_steps):
+            return
+        tensors, skeleton = flatten(self._objects)
+        extras = self.extras(member, cursor, skeleton)
+        drill, rank = self.drill, member.rank
+        taken = self._snapshotter.take(
+            step=step,
+            generation=member.generation,
+            rank=rank,
+            world=member.world,
+            tensors=tensors,
+            extras=extras,
+            before_commit=(lambda: drill.check(rank, step, "snapshot")) if drill else None,
+        )
+        if taken.path is None:
+            self._skipped(member, step, taken.reason)
+            return
+        if to_disk:
+            self._snapshotter.pin(taken.path)
+            self.manager.send("persisting", step, member.generation, rank, member.world, last)
+            self._agent.send("persist", self._worker_id, taken.path, step, member.generation)
+
+    def _skipped(self, member: Any, step: int, reason: str) -> None:
+        self._skips += 1
+        if self._skips & (self._skips - 1) == 0:  # 1, 2, 4, 8, ...: said, never flooding
+            self.manager.send(
+                "fact",
+                Fact(
+                    kind="ckpt.skipped",
+                    at_s=time.time(),
+                    src=f"rank:{member.rank}",
+                    generation=member.generation,
+                    step=step,
+                    level="warning",
+                    data={"reason": reason, "skips": self._skips},
+                ),
+            )
+
+    def extras(
+        self, member: Any, cursor: Mapping[str, Any], skeleton: Any, rows: int = ROWS_IN_EXTRAS
+    ) -> dict[str, Any]:
+        """The JSON beside a snapshot, and with a broadcast: all that is not a tensor."""
+        newest = list(self._rows)[-rows:]
+        return {
+            "v": 1,
+            "step": member.step,
+            "generation": member.generation,
+            "rank": member.rank,
+            "world": member.world,
+            "cursor": dict(cursor),
+            "objects": skeleton,
+            "rows": newest,
+            "ids": {
+                "config": self._config.config_sha,
+                "code": self._config.code_sha,
+                "data": self._data_id,
+            },
+            "rng": {"mode": "per_step", "seed": self._config.seed},
+        }
+
+    def adopt_rows(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Take the rows that came with a state of boundary `step`; later ones are forgotten."""
+        merged = {row["step"]: dict(row) for row in rows}
+        merged.update({row["step"]: row for row in self._rows})
+        self._rows = deque((merged[s] for s in sorted(merged) if s <= step), maxlen=ROWS_KEPT)
+
+    def _ship(self, now_s: float, *, force: bool) -> None:
+        rank, generation = self._place
+        if rank != 0 or (not force and now_s - self._shipped_at_s < SHIP_EVERY_S):
+            return
+        self._shipped_at_s = now_s
+        fresh = tuple(row for row in self._rows if row["step"] > self._shipped_step)
+        if not fresh:
+            return
+        batch = RowBatch(generation=generation, rank=rank, rows=fresh)
+        if self.manager.send("rows", batch) is not None:
+            self._shipped_step = fresh[-1]["step"]
+
+    # ---- rare ----
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """tables/<name>/<step>.jsonl in the run directory."""
+        body = "".join(json.dumps(dict(row)) + "\n" for row in rows)
+        self.store.put(f"tables/{_safe(name)}/{step:012d}.jsonl", body.encode())
+
+    def artifact(self, name: str, content: bytes | str) -> None:
+        """artifacts/<name>: bytes as they are, or the file at a path."""
+        key = f"artifacts/{_safe(name)}"
+        if isinstance(content, bytes):
+            self.store.put(key, content)
+        else:
+            self.store.put_file(key, os.fspath(content))
+
+    def finish(self, member: Any, value: Any, *, stopped: bool) -> None:
+        """The loop is over on this rank. Blocks until the manager knows."""
+        self._ship(time.time(), force=True)
+        self.phase("done", member.step)
+        rank = member.rank if member.entered else -1
+        self.manager.call("finished", self._worker_id, rank, dump_value(value), stopped)
+
+    def close(self) -> None:
+        """Let go of the mapped pages; the agent owns the files."""
+        self._snapshotter.close()
+        self._heartbeat.close()
+        self._control.close()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _safe(name: str) -> str:
+    parts = name.split("/")
+    if not name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"name {name!r} must be a relative path without '.' or '..'")
+    return name
+
+
+def dump_value(value: Any) -> str:
+    """The user's return value as JSON text; TypeError naming what is not JSON."""
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise TypeError(f"train() must return JSON values or None: {error}") from None
