@@ -71,6 +71,7 @@ class JoinRequest:
     endpoint: tuple[str, int]
     at_s: float
     fault: FaultReport | None = None
+    lineage: tuple[tuple[int, int], ...] = ()  # that of its last assignment, handed back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,7 @@ class Assignment:
     last_row_step: int = 0
     epilogue: bool = False
     reason: str = ""
+    lineage: tuple[tuple[int, int], ...] = ()  # see relit_platform.machines.lineage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,3 +273,61 @@ class Heartbeat:
     step: int
     phase: str
     at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatch:
+    """Metric or ledger rows of completed steps, sent by a rank as often as it likes.
+
+    Every row has an int "step" and should have "at_s" (when the step ended; a row without one
+    counts from its arrival). Sending a row again is harmless: the first value wins. memory_step
+    is the newest step this rank has COMPLETE in shared memory.
+    """
+
+    generation: int
+    rank: int
+    rows: tuple[dict[str, Json], ...]
+    worker_id: str = ""
+    memory_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """What the manager has to tell since `after`; pass `next` as `after` once it is written.
+
+    Facts and rows passed as `after` are forgotten by the manager; all others are handed out
+    again, so a supervisor that dies in between loses nothing. overflow counts what was
+    dropped because nobody drained. more: ask again at once.
+    """
+
+    facts: tuple[Fact, ...]
+    rows: tuple[dict[str, Json], ...]
+    next: int
+    status: dict[str, Json]
+    overflow: int = 0
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether the run goes on. code: "" when it does, else poison_step, no_progress,
+    max_recoveries or not_restorable. backoff_s: wait that long before the next try.
+    """
+
+    go_on: bool
+    code: str = ""
+    reason: str = ""
+    backoff_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHistory:
+    """What a supervisor knows from the run directory and tells a manager that may not.
+
+    lineage: (generation, start step) of every "generation.formed" event, oldest first.
+    """
+
+    generation: int = 0
+    last_row_step: int = 0
+    recoveries: int = 0
+    lineage: tuple[tuple[int, int], ...] = ()
