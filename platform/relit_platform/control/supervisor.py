@@ -109,9 +109,9 @@ class RunSupervisor:
                     self._store, config.run_id, self._holder, time.time(), config.recovery.lease_s
                 )
             except LeaseHeldError as held:
-                if time.monotonic() > give_up_s or held.expires_in_s > config.recovery.lease_s / 2:
-                    if self._is_renewed(held, config.recovery.lease_s):
-                        raise
+                late = time.monotonic() > give_up_s
+                if late or self._is_renewed(held, config.recovery.lease_s):
+                    raise
                 time.sleep(0.5)
             except StoreUnavailableError:
                 if time.monotonic() > give_up_s:

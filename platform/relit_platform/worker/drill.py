@@ -48,7 +48,7 @@ class Drill:
                 act(kind, f"drill {number}: {kind} at rank {rank}, step {step}, {phase}")
 
     def wants(self, rank: int, step: int, phase: str) -> bool:
-        """True if `check` would act here at its first visit (used to arm a hook in mid-backward)."""
+        """True if `check` would act here at its first visit; arms a hook in mid-backward."""
         return bool(self._due) and (rank, step, phase) in self._due
 
     def _mark(self, number: int) -> bool:
