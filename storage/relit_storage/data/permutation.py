@@ -66,7 +66,9 @@ def permutation(size: int, key: int) -> Ints:
 
 def _domain_bits(size: Ints) -> Words:
     """Bits of the domain: the smallest b >= 2 with 2**b >= size."""
-    return np.maximum(np.frexp((size - 1).astype(np.float64))[1], 2).astype(np.uint64)
+    _, bit_length = np.frexp((size - 1).astype(np.float64))
+    bits: Words = np.maximum(bit_length, 2).astype(np.uint64)
+    return bits
 
 
 def _encrypt(words: Words, bits: Words, key: Words) -> Words:
@@ -79,7 +81,8 @@ def _encrypt(words: Words, bits: Words, key: Words) -> Words:
         scrambled ^= left
         scrambled &= left_mask if number % 2 else right_mask
         left, right = right, scrambled
-    return (left << right_bits) | right
+    joined: Words = (left << right_bits) | right
+    return joined
 
 
 def _at(values: Words, index: npt.NDArray[np.intp]) -> Words:

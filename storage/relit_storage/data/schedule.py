@@ -70,39 +70,40 @@ class Schedule:
             by_epochs = self.epochs * self._steps_per_epoch
         return by_epochs if self.steps is None else min(by_epochs, self.steps)
 
+    def check(self, step: int) -> None:
+        """Raises IndexError unless there is such a step."""
+        num_steps = self.num_steps
+        if step < 0 or (num_steps is not None and step >= num_steps):
+            raise IndexError(f"step {step} is not in [0, {num_steps})")
+
     def spans(self, step: int) -> tuple[StepSpan, ...]:
         """The positions of `step`, in order; more than one span only under carry."""
-        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
-            raise IndexError(f"step {step} is not in [0, {self.num_steps})")
-        if self.tail != "carry":
-            epoch, lo = self.place(step)
-            return (StepSpan(epoch, lo, min(lo + self.global_batch, self.rows_per_epoch)),)
-        spans, left = [], self._carry_rows(step)
+        left = self.step_rows(step)
         epoch, lo = self.place(step)
+        spans = []
         while left > 0:
-            hi = min(lo + left, self.num_rows)
+            hi = min(lo + left, self.rows_per_epoch)
             spans.append(StepSpan(epoch, lo, hi))
             left, epoch, lo = left - (hi - lo), epoch + 1, 0
         return tuple(spans)
 
+    def step_rows(self, step: int) -> int:
+        """Samples of `step`: the global batch, except at the end (carry) or at tails (short)."""
+        self.check(step)
+        return self.cursor(step + 1) - self.cursor(step)
+
     def place(self, step: int) -> tuple[int, int]:
         """(epoch, position in it) at which `step` begins; an epoch's end reads as (next, 0)."""
-        if self.tail == "carry":
-            return divmod(self.cursor(step), self.num_rows)
-        epoch, step_of_epoch = divmod(step, self._steps_per_epoch)
-        return epoch, step_of_epoch * self.global_batch
+        return divmod(self.cursor(step), self.rows_per_epoch)
 
     def cursor(self, step: int) -> int:
         """Samples consumed before `step`, over all epochs."""
         if self.tail == "carry":
             rows = step * self.global_batch
             return rows if self.epochs is None else min(rows, self.epochs * self.num_rows)
-        epoch, lo = self.place(step)
-        return epoch * self.rows_per_epoch + lo
+        epoch, step_of_epoch = divmod(step, self._steps_per_epoch)
+        return epoch * self.rows_per_epoch + step_of_epoch * self.global_batch
 
     @property
     def _steps_per_epoch(self) -> int:
         return -(-self.rows_per_epoch // self.global_batch)
-
-    def _carry_rows(self, step: int) -> int:
-        return self.cursor(step + 1) - self.cursor(step)
