@@ -1,0 +1,100 @@
+"""Files that are whole or absent, on a local file system.
+
+A file is written under a temporary name in its own directory, synced, moved to its name by one
+system call, and the directory is synced. A failed sync is never repeated on the same file (the
+kernel has dropped the pages and the second sync would lie): the temporary file is removed and the
+caller writes a new one. After a crash, names that `is_temporary` accepts are rubbish.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def write_file(path: str, parts: Iterable[bytes | memoryview]) -> None:
+    """Create or replace a file by the concatenation of `parts`; durable on return.
+
+    The directory must exist. OSError (a full disk, say) leaves what was there before.
+    """
+    _publish(path, parts, exclusive=False)
+
+
+def create_file(path: str, data: bytes) -> bool:
+    """Create a file unless it exists: True if a file with exactly these bytes is now there.
+
+    Of racing callers with different bytes exactly one gets True. Durable on return.
+    """
+    try:
+        _publish(path, [data], exclusive=True)
+    except FileExistsError:
+        with open(path, "rb") as file:
+            if file.read() != data:
+                return False
+        sync_dir(os.path.dirname(path))  # an earlier call may have failed just before its sync
+    return True
+
+
+def make_dirs(path: str) -> None:
+    """Create a directory and its missing parents, 0700, each durable in its parent."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    make_dirs(parent)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass  # another thread was first; syncing once more does no harm
+    sync_dir(parent)
+
+
+def sync_dir(path: str) -> None:
+    """Make creations, renames and removals in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def is_temporary(name: str) -> bool:
+    """True for the file name of an unfinished write."""
+    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
+
+
+def _publish(path: str, parts: Iterable[bytes | memoryview], exclusive: bool) -> None:
+    folder, name = os.path.split(path)
+    pending = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    try:
+        _write_synced(pending, parts)
+        if exclusive:
+            os.link(pending, path)
+            os.unlink(pending)
+        else:
+            os.rename(pending, path)
+    except BaseException:
+        _unlink_if_there(pending)
+        raise
+    sync_dir(folder)
+
+
+def _write_synced(path: str, parts: Iterable[bytes | memoryview]) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _unlink_if_there(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass  # never created, or the disk is beyond help; the first error is the one to report

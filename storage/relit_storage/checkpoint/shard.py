@@ -1,0 +1,112 @@
+"""A shard: a rank's image of one step as a file, written once, checked at every read.
+
+A chunk is the unit of checksums, of reads and of uploads. Nothing is loaded from a shard whose
+size or whose chunk does not agree with its `ShardRef`, which the manifest carries.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from relit_storage.checkpoint.checksum import checksum, num_chunks
+from relit_storage.checkpoint.durable import write_file
+from relit_storage.errors import CorruptShardError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRef:
+    """What a shard's bytes must be: its size, and the xxh3_128 of every chunk of chunk_bytes."""
+
+    num_bytes: int
+    chunk_bytes: int
+    checksums: tuple[str, ...]
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        """First byte of a chunk, and the first byte behind it."""
+        begin = index * self.chunk_bytes
+        return begin, min(begin + self.chunk_bytes, self.num_bytes)
+
+
+def write_shard(path: str, view: memoryview, chunk_bytes: int) -> ShardRef:
+    """Write a buffer as a file, chunk by chunk, hashing on the way; durable on return.
+
+    Reads `view` once. The directory must exist; a file already at `path` is replaced at the end.
+    OSError leaves nothing new behind.
+    """
+    flat = view.cast("B")
+    checksums: list[str] = []
+
+    def hashed() -> Iterator[memoryview]:
+        for begin in range(0, len(flat), chunk_bytes):
+            chunk = flat[begin : begin + chunk_bytes]
+            checksums.append(checksum(chunk))
+            yield chunk
+
+    write_file(path, hashed())
+    return ShardRef(num_bytes=len(flat), chunk_bytes=chunk_bytes, checksums=tuple(checksums))
+
+
+def verify_shard(path: str, ref: ShardRef) -> None:
+    """Read a whole shard and check it, in memory of one chunk. Raises CorruptShardError."""
+    buffer = memoryview(bytearray(min(ref.chunk_bytes, ref.num_bytes)))
+    for index, fd in _chunks(path, ref):
+        begin, end = ref.chunk_range(index)
+        _read_chunk(fd, begin, buffer[: end - begin], path)
+        check_chunk(path, ref, index, buffer[: end - begin])
+
+
+def read_shard_into(path: str, ref: ShardRef, dest: memoryview) -> None:
+    """Read a shard into `dest`, which has num_bytes, checking each chunk after it was read.
+
+    Raises CorruptShardError, also for a missing file; `dest` then holds garbage.
+    """
+    flat = dest.cast("B")
+    if len(flat) != ref.num_bytes:
+        raise ValueError(f"a buffer of {len(flat)} bytes for a shard of {ref.num_bytes}")
+    for index, fd in _chunks(path, ref):
+        begin, end = ref.chunk_range(index)
+        _read_chunk(fd, begin, flat[begin:end], path)
+        check_chunk(path, ref, index, flat[begin:end])
+
+
+def check_chunk(file: str, ref: ShardRef, index: int, view: bytes | memoryview) -> None:
+    """Raise CorruptShardError unless `view` is chunk `index`; for readers of other tiers too."""
+    begin, end = ref.chunk_range(index)
+    if len(view) != end - begin:
+        reason = f"chunk {index} has {len(view)} of {end - begin} bytes"
+        raise CorruptShardError(file=file, reason=reason)
+    if checksum(view) != ref.checksums[index]:
+        raise CorruptShardError(file=file, reason=f"chunk {index} fails its checksum")
+
+
+def _chunks(path: str, ref: ShardRef) -> Iterator[tuple[int, int]]:
+    """(chunk index, file descriptor), after the size of the file was checked."""
+    if len(ref.checksums) != num_chunks(ref.num_bytes, ref.chunk_bytes):
+        reason = f"{len(ref.checksums)} checksums for {ref.num_bytes} bytes"
+        raise CorruptShardError(file=path, reason=reason)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CorruptShardError(file=path, reason=f"cannot be opened: {error.strerror}") from error
+    try:
+        found = os.fstat(fd).st_size
+        if found != ref.num_bytes:
+            raise CorruptShardError(file=path, reason=f"{found} bytes, expected {ref.num_bytes}")
+        for index in range(len(ref.checksums)):
+            yield index, fd
+    finally:
+        os.close(fd)
+
+
+def _read_chunk(fd: int, begin: int, dest: memoryview, path: str) -> None:
+    done = 0
+    while done < len(dest):
+        try:
+            count = os.preadv(fd, [dest[done:]], begin + done)
+        except OSError as error:
+            raise CorruptShardError(file=path, reason=f"read failed: {error.strerror}") from error
+        if count == 0:
+            raise CorruptShardError(file=path, reason=f"ends at {begin + done}")
+        done += count

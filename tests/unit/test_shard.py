@@ -1,0 +1,175 @@
+"""Shards and durable files: whole or absent under any failing call, and damage is always seen."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relit_storage.checkpoint import durable
+from relit_storage.checkpoint.checksum import checksum, chunk_checksums
+from relit_storage.checkpoint.shard import (
+    ShardRef,
+    check_chunk,
+    read_shard_into,
+    verify_shard,
+    write_shard,
+)
+from relit_storage.errors import CorruptShardError
+
+CHUNK = 1000
+DATA = bytes(range(256)) * 10  # two whole chunks and a short one
+IO_CALLS = ("open", "write", "fsync", "rename", "link", "unlink", "mkdir")
+
+
+class FailingOs:
+    """Stands for `os` in one module: the n-th I/O call of it raises, or the disk stays full."""
+
+    def __init__(self, fail_at: int, code: int, forever: bool = False) -> None:
+        self.calls, self.fail_at, self.code, self.forever = 0, fail_at, code, forever
+
+    def __getattr__(self, name: str) -> Any:
+        real: Callable[..., Any] = getattr(os, name)
+        return self._counted(real) if name in IO_CALLS else real
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.fail_at or (self.forever and self.calls > self.fail_at):
+                raise OSError(self.code, os.strerror(self.code))
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> tuple[str, ShardRef]:
+    path = str(tmp_path / "a.safetensors")
+    return path, write_shard(path, memoryview(DATA), CHUNK)
+
+
+def test_a_shard_reads_back(shard: tuple[str, ShardRef]) -> None:
+    path, ref = shard
+    dest = bytearray(len(DATA))
+    read_shard_into(path, ref, memoryview(dest))
+    verify_shard(path, ref)
+    assert dest == DATA and Path(path).read_bytes() == DATA
+    assert ref.checksums == chunk_checksums(DATA, CHUNK) and len(ref.checksums) == 3
+    assert os.listdir(os.path.dirname(path)) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1])
+def test_sizes_around_a_chunk(tmp_path: Path, size: int) -> None:
+    path = str(tmp_path / "a")
+    ref = write_shard(path, memoryview(DATA[:size]), CHUNK)
+    dest = bytearray(size)
+    read_shard_into(path, ref, memoryview(dest))
+    assert dest == DATA[:size]
+
+
+def test_every_kind_of_damage_is_seen(shard: tuple[str, ShardRef]) -> None:
+    path, ref = shard
+    damages = [
+        DATA[:-1],
+        DATA + b"x",
+        b"",
+        DATA[:1500] + bytes(len(DATA) - 1500),
+        DATA[CHUNK : 2 * CHUNK] + DATA[:CHUNK] + DATA[2 * CHUNK :],
+    ]
+    for damaged in damages:
+        Path(path).write_bytes(damaged)
+        with pytest.raises(CorruptShardError):
+            verify_shard(path, ref)
+        with pytest.raises(CorruptShardError):
+            read_shard_into(path, ref, memoryview(bytearray(len(DATA))))
+    os.unlink(path)
+    with pytest.raises(CorruptShardError, match="cannot be opened"):
+        verify_shard(path, ref)
+
+
+def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    data = DATA[:64]
+    ref = write_shard(path, memoryview(data), 16)
+    for bit in range(len(data) * 8):
+        torn = bytearray(data)
+        torn[bit // 8] ^= 1 << bit % 8
+        Path(path).write_bytes(torn)
+        with pytest.raises(CorruptShardError, match=f"chunk {bit // 128} fails"):
+            verify_shard(path, ref)
+
+
+def test_chunks_of_other_tiers_are_checked(shard: tuple[str, ShardRef]) -> None:
+    _, ref = shard
+    check_chunk("key", ref, 2, DATA[2000:])
+    for wrong in (DATA[2000:-1], DATA[2000:-1] + b"x"):
+        with pytest.raises(CorruptShardError, match="key"):
+            check_chunk("key", ref, 2, wrong)
+
+
+def test_a_ref_with_too_few_checksums_is_refused(shard: tuple[str, ShardRef]) -> None:
+    path, ref = shard
+    short = ShardRef(num_bytes=len(DATA), chunk_bytes=CHUNK, checksums=ref.checksums[:2])
+    with pytest.raises(CorruptShardError, match="2 checksums"):
+        verify_shard(path, short)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("forever", [False, True])
+def test_fail_every_call_of_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, forever: bool
+) -> None:
+    """Old bytes or new bytes, whole; and once the fault is gone, writing again succeeds."""
+    path = tmp_path / "a"
+    for fail_at in range(1, 20):
+        path.write_bytes(b"old")
+        failing = FailingOs(fail_at, code, forever)
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "os", failing)
+            try:
+                write_shard(str(path), memoryview(DATA), CHUNK)
+            except OSError:
+                pass  # the file must be whole whether the fault was reported or not
+        assert path.read_bytes() in (b"old", DATA)
+        rubbish = [name for name in os.listdir(tmp_path) if name != "a"]
+        assert all(durable.is_temporary(name) for name in rubbish)
+        assert forever or not rubbish
+        for name in rubbish:
+            os.unlink(tmp_path / name)
+        write_shard(str(path), memoryview(DATA), CHUNK)
+        if failing.calls < fail_at:
+            break
+    assert fail_at == 9  # open, 3 writes, fsync, rename, open and fsync of the directory
+
+
+def test_fail_every_call_of_an_exclusive_create(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fail_at in range(1, 20):
+        path = str(tmp_path / f"{fail_at}")
+        failing = FailingOs(fail_at, errno.EIO)
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "os", failing)
+            try:
+                durable.create_file(path, b"mine")
+            except OSError:
+                pass
+        assert durable.create_file(path, b"mine")
+        assert not durable.create_file(path, b"other")
+        assert Path(path).read_bytes() == b"mine"
+        if failing.calls < fail_at:
+            break
+    assert not [name for name in os.listdir(tmp_path) if durable.is_temporary(name)]
+
+
+def test_directories_are_private_and_repeatable(tmp_path: Path) -> None:
+    path = str(tmp_path / "a" / "b")
+    durable.make_dirs(path)
+    durable.make_dirs(path)
+    assert os.stat(path).st_mode & 0o777 == 0o700
+
+
+def test_checksum_is_xxh3_128() -> None:
+    assert checksum(b"") == "99aa06d3014798d86001c324468d497f"
