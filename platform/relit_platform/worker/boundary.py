@@ -71,6 +71,15 @@ class BoundaryState:
             _load(obj, copy.deepcopy(state))
 
 
+def trainable_parameters(objects: Mapping[str, Any]) -> list[torch.nn.Parameter]:
+    """Parameters that want gradients, of every registered module, each once, in module order."""
+    seen: dict[int, torch.nn.Parameter] = {}
+    for obj in objects.values():
+        if isinstance(obj, torch.nn.Module):
+            seen.update((id(p), p) for p in obj.parameters() if p.requires_grad)
+    return list(seen.values())
+
+
 def _forward_mutable(objects: Mapping[str, Any]) -> list[torch.Tensor]:
     owned = {id(p) for group in _param_groups(objects.values()) for p in group["params"]}
     found: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,9 +29,11 @@ from relit_platform.facts import FaultReport
 from relit_platform.worker.boundary import BoundaryState
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.gradient_sync import GradientSync
-from relit_platform.worker.member import Member
 from relit_platform.worker.randomness import reseed
-from relit_platform.worker.recorder import Recorder
+
+if TYPE_CHECKING:
+    from relit_platform.worker.member import Member
+    from relit_platform.worker.recorder import Recorder
 from relit_storage.data.loader import Loader
 
 LOSS, STOP = 0, 1  # places in the control vector that is summed over the ranks with each step

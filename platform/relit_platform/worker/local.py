@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from relit_platform.worker.boundary import trainable_parameters
 from relit_platform.worker.context import RankContext, StopTraining, call_train
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.gradient_sync import GradientSync
-from relit_platform.worker.member import trainable_parameters
 from relit_platform.worker.process_group import Group
 from relit_storage.data.ledger import LedgerRow
 

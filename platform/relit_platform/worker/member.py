@@ -28,6 +28,7 @@ from relit_platform.facts import (
     Refused,
 )
 from relit_platform.run_config import RunConfig
+from relit_platform.worker.boundary import trainable_parameters
 from relit_platform.worker.broadcast import (
     agree,
     gather_values,
@@ -260,12 +261,3 @@ class Member:
         if group is not None:
             close_group(group)
         self._store = None
-
-
-def trainable_parameters(objects: Mapping[str, Any]) -> list[torch.nn.Parameter]:
-    """Parameters that want gradients, of every registered module, each once, in module order."""
-    seen: dict[int, torch.nn.Parameter] = {}
-    for obj in objects.values():
-        if isinstance(obj, torch.nn.Module):
-            seen.update((id(p), p) for p in obj.parameters() if p.requires_grad)
-    return list(seen.values())

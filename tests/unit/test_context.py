@@ -1,0 +1,191 @@
+"""The loop's contract, in one process: what an abandoned step leaves behind is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from relit_platform.errors import CollectiveBrokenError, UsageError
+from relit_platform.worker.context import RankContext, call_train
+from relit_platform.worker.drill import Drill
+from relit_platform.worker.gradient_sync import GradientSync
+from relit_platform.worker.local import LocalMember, LocalRecorder, local_run
+from torch import nn
+
+STEPS = 12
+
+
+@dataclass
+class Numbers:
+    """Sixty-four samples of eight numbers and a target, in blocks of sixteen."""
+
+    fingerprint: str = "numbers-v1"
+    row_bytes: int = 36
+    rows_per_block: npt.NDArray[np.int64] = field(
+        default_factory=lambda: np.full(4, 16, dtype=np.int64)
+    )
+
+    def gather(
+        self, blocks: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> dict[str, npt.NDArray[Any]]:
+        ids = blocks * 16 + rows
+        x = np.sin(ids[:, None] * np.arange(1, 9) * 0.37).astype(np.float32)
+        return {"x": x, "y": x.sum(1, keepdims=True) ** 2}
+
+    def to_batch(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        return {name: np.array(values) for name, values in columns.items()}
+
+
+def train(run: RankContext, cfg: dict[str, Any]) -> dict[str, Any]:
+    """A loop with everything an abandoned step could spoil: BatchNorm, drop-out, schedule, EMA."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+    ema = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    count = {"bodies": 0}
+    run.register(
+        net=net, ema=ema, optimizer=optimizer, schedule=schedule,
+        count=(lambda: dict(count), count.update),
+    )  # fmt: skip
+    for batch in run.batches(Numbers(), global_batch=8, steps=STEPS, micro_batch=cfg.get("micro")):
+        loss = nn.functional.mse_loss(net(batch["x"]), batch["y"])
+        run.backward(loss)
+        run.step(optimizer, loss=loss, lr=optimizer.param_groups[0]["lr"])
+        schedule.step()
+        count["bodies"] += 1
+        with torch.no_grad():
+            for slow, fast in zip(ema.parameters(), net.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+    state = {**net.state_dict(prefix="net."), **ema.state_dict(prefix="ema.")}
+    return {
+        "state": {name: value.tolist() for name, value in state.items()},
+        "lr": schedule.get_last_lr(), "count": count["bodies"],
+    }  # fmt: skip
+
+
+class BreakingSync(GradientSync):
+    """Breaks the collective of the visits given, counted from 1."""
+
+    def __init__(self, params: list[nn.Parameter], visits: tuple[int, ...]) -> None:
+        super().__init__(params)
+        self._visits, self._visit = visits, 0
+
+    def finish(self) -> None:
+        super().finish()
+        self._visit += 1
+        if self._visit in self._visits:
+            raise CollectiveBrokenError(operation="all-reduce", generation=1, rank=0, cause="test")
+
+
+@dataclass(slots=True)
+class BreakingMember(LocalMember):
+    """A LocalMember whose collectives break, and which then enters the next generation."""
+
+    visits: tuple[int, ...] = ()
+    entries: int = 0
+
+    def make_sync(self, objects: Any) -> GradientSync:
+        params = [p for p in objects["net"].parameters()]
+        return BreakingSync(params, self.visits)
+
+    def enter(self, objects: Any, sync: GradientSync, fault: Any) -> bool:
+        self.entries += 1
+        self.generation = self.entries
+        return LocalMember.enter(self, objects, sync, fault)
+
+
+def run_breaking(visits: tuple[int, ...]) -> tuple[Any, LocalRecorder, BreakingMember]:
+    member, recorder = BreakingMember(visits=visits), LocalRecorder()
+    run = RankContext(
+        member=member, recorder=recorder, drill=Drill((), ""), seed=3,  # type: ignore[arg-type]
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    return call_train(train, run, {}), recorder, member
+
+
+@pytest.mark.parametrize("visits", [(1,), (5,), (12,), (2, 3), (4, 5, 6, 9), tuple(range(1, 20, 2))])
+def test_abandoned_steps_leave_no_trace(visits: tuple[int, ...]) -> None:
+    calm = local_run(train, {}, seed=3)
+    value, recorder, member = run_breaking(visits)
+    assert member.entries == 1 + len(visits)
+    assert [row["loss"] for row in recorder.rows] == [row["loss"] for row in calm.rows]
+    assert [row["step"] for row in recorder.rows] == list(range(1, STEPS + 1))
+    assert value == calm.value
+    assert value["count"] == STEPS
+
+
+def test_micro_batches_update_once_a_step() -> None:
+    rows = local_run(train, {"micro": 3}, seed=3).rows
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [(row["lo"], row["hi"]) for row in rows][:2] == [(0, 8), (8, 16)]
+
+
+def test_two_local_runs_are_bit_identical() -> None:
+    first, second = local_run(train, {}, seed=3), local_run(train, {}, seed=3)
+    assert first.rows == second.rows
+    assert first.rows != local_run(train, {}, seed=4).rows
+
+
+def test_exception_in_user_code_passes_through() -> None:
+    def broken(run: RankContext) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        local_run(broken)
+
+
+def misuse(act: Callable[[RankContext, nn.Module, torch.optim.Optimizer], None]) -> None:
+    def loop(run: RankContext) -> None:
+        net = nn.Linear(8, 1)
+        act(run, net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    local_run(loop)
+
+
+def no_step(run: RankContext, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    run.register(net=net, optimizer=optimizer)
+    for batch in run.batches(Numbers(), global_batch=8, steps=2):
+        run.backward(net(batch["x"]).mean())
+
+
+def registered_twice(run: RankContext, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    run.register(net=net)
+    run.register(net=net)
+
+
+def registered_late(run: RankContext, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in run.batches(Numbers(), global_batch=8, steps=1):
+        run.register(net=net)
+
+
+def no_state(run: RankContext, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    run.register(net=object())
+
+
+def step_twice(run: RankContext, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    run.register(net=net, optimizer=optimizer)
+    for batch in run.batches(Numbers(), global_batch=8, steps=2):
+        run.backward(net(batch["x"]).mean())
+        run.step(optimizer)
+        run.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (no_step, "did not call run.step"),
+        (registered_twice, "registered already"),
+        (registered_late, "must come before"),
+        (no_state, "neither state_dict"),
+        (step_twice, "called twice"),
+    ],
+)
+def test_misuse_is_named(act: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        misuse(act)
