@@ -1,0 +1,95 @@
+"""The Ray internals that the adapter stands on, held to the pinned version.
+
+When a pin moves, these fail before anything else does; each names the seam and who needs it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import ray
+from ray.train import FailureConfig
+from ray.train.backend import Backend
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.exceptions import WorkerGroupError
+from relit_platform.ray_train import adapter
+
+
+def test_ray_is_the_pinned_version() -> None:
+    assert ray.__version__ == "2.60.0"
+
+
+def test_no_seam_is_missing() -> None:
+    assert adapter.missing_seams() == []
+
+
+def test_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DataParallelTrainer, "_create_default_callbacks")
+    assert adapter.missing_seams() == ["DataParallelTrainer._create_default_callbacks"]
+
+
+def test_replica_groups_are_off_by_default_and_on_for_ours() -> None:
+    assert Backend.has_replica_groups is False
+    assert adapter.ReplicaBackendConfig().backend_cls.has_replica_groups is True
+
+
+def test_controller_replaces_only_failed_replica_groups() -> None:
+    source = inspect.getsource(TrainController._execute_resize_decision)
+    assert "_replace_bad_workers" in source
+    assert "failing_rgs != all_rgs" in source
+    assert callable(WorkerGroup.replace_replica_group)
+
+
+def test_fit_hands_over_the_policies_and_callbacks() -> None:
+    parameters = inspect.signature(TrainController.__init__).parameters
+    for name in ("failure_policy", "scaling_policy", "callbacks", "train_fn_ref"):
+        assert name in parameters
+
+
+def test_policy_is_a_failure_policy_with_one_decision() -> None:
+    assert {d.name for d in FailureDecision} == {"RETRY", "RAISE", "NOOP"}
+    assert FailurePolicy.__abstractmethods__ == frozenset({"make_decision"})
+    parameters = list(inspect.signature(FailurePolicy.make_decision).parameters)
+    assert parameters == ["self", "training_failed_error"]
+
+
+def test_default_callbacks_still_hold_the_cleaner_that_we_drop() -> None:
+    trainer = adapter.ReplicaTrainer(lambda: None)
+    stock = DataParallelTrainer._create_default_callbacks(trainer)
+    names = {type(c).__name__ for c in stock}
+    ours = {type(c).__name__ for c in trainer._create_default_callbacks()}
+    assert names - ours == {adapter.CLEANER}
+
+
+class Say:
+    """A verdict that records what it was asked; picklable, as the real one must be."""
+
+    def __init__(self, retry: bool) -> None:
+        self.retry = retry
+
+    def __call__(self, error_text: str, final: bool) -> tuple[bool, str]:
+        return self.retry and not final, error_text
+
+
+def failed(*errors: Exception) -> WorkerGroupError:
+    return WorkerGroupError(error_message="x", worker_failures=dict(enumerate(errors)))
+
+
+@pytest.mark.parametrize(
+    ("retry", "error", "decision"),
+    [
+        (True, failed(RuntimeError("died")), FailureDecision.RETRY),
+        (False, failed(RuntimeError("died")), FailureDecision.RAISE),
+        (True, failed(RuntimeError("FinalUserError: poison")), FailureDecision.RAISE),
+    ],
+)
+def test_policy_follows_the_verdict(retry: bool, error: Any, decision: FailureDecision) -> None:
+    policy = pickle.loads(pickle.dumps(adapter.RunFailurePolicy(Say(retry))))
+    assert isinstance(policy.failure_config, FailureConfig)
+    assert policy.make_decision(error) is decision
