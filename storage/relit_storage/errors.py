@@ -10,6 +10,7 @@
     │   ├── CorruptShardError          bytes read are not the bytes written
     │   ├── ManifestError              a manifest that does not parse, cover or agree
     │   ├── CommitConflictError        another writer published this step
+    │   ├── RetentionError         a step that may not be given up
     │   ├── FencedError                a newer epoch or generation has taken over
     │   ├── LeaseHeldError             another supervisor runs this run
     │   └── NotRestorableError         no checkpoint is whole; carries every refusal
@@ -119,6 +120,12 @@ class CommitConflictError(StorageError):
     """Fields: step, key."""
 
     template = "step {step} was already published by another writer ({key})."
+
+
+class RetentionError(StorageError):
+    """A step was to be given up that is none, or must stay. Fields: step, reason."""
+
+    template = "step {step} is not retired: {reason}."
 
 
 class FencedError(StorageError):

@@ -131,7 +131,7 @@ class FsspecStore:
         """Sorted keys that begin with `prefix`, straight from the store."""
         check_prefix(self._url, prefix)
         try:
-            names = self._call(prefix, lambda fs, s: self._find(fs, prefix, s))
+            names = self._call(f"{prefix}*", lambda fs, s: self._find(fs, prefix, s))
         except ObjectMissingError:
             return []  # a file system without such a folder; a missing bucket is an error
         start = len(self._root) + 1

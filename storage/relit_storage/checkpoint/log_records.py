@@ -1,0 +1,128 @@
+"""The records of the commit log and what they add up to: pure, no store, no clock.
+
+epoch    a supervisor life begins: whoever holds a lower number may not append any more
+commit   a step's manifest is published in the object tier: from here on it exists
+retire   the files of a committed step are about to be deleted
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from relit_storage.errors import ManifestError
+
+Kind = Literal["epoch", "commit", "retire"]
+VERSION = 1
+_INTS = ("seq", "epoch", "generation", "step", "manifest_bytes")
+_TEXTS = ("manifest_key", "manifest_sha256", "nonce", "holder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRecord:
+    """One slot. nonce names the append that wrote it; at_s is Unix seconds by the writer's clock.
+
+    step and the manifest fields mean something in commit and retire records only.
+    """
+
+    kind: Kind
+    epoch: int
+    nonce: str
+    at_s: float
+    seq: int = 0
+    generation: int = 0
+    step: int = 0
+    manifest_key: str = ""
+    manifest_sha256: str = ""
+    manifest_bytes: int = 0
+    holder: str = ""
+    v: int = VERSION
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(step, generation): what a commit and its retirement are about."""
+        return (self.step, self.generation)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, key: str) -> LogRecord:
+        """Strict reading; ManifestError that names `key`."""
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            record = cls(**fields)
+        except (ValueError, TypeError) as error:
+            raise ManifestError(file=key, reason=f"not a log record: {error}") from error
+        for reason in _faults(record):
+            raise ManifestError(file=key, reason=reason)
+        return record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogView:
+    """What the log says as a whole.
+
+    epoch and generation are the highest of all records. commits are the steps that exist, the
+    newest record first, one per step. superseded are commits that a later generation committed
+    again, still not retired: their files may be deleted after a retirement. refused lists slots
+    that could not be read as (seq, reason).
+    """
+
+    epoch: int = 0
+    generation: int = 0
+    commits: tuple[LogRecord, ...] = ()
+    superseded: tuple[LogRecord, ...] = ()
+    retired: tuple[LogRecord, ...] = ()
+    refused: tuple[tuple[int, str], ...] = ()
+    next_seq: int = 1
+
+    @property
+    def newest(self) -> LogRecord | None:
+        """The newest commit, or None."""
+        return self.commits[0] if self.commits else None
+
+
+def fold(records: Iterable[LogRecord], refused: Iterable[tuple[int, str]] = ()) -> LogView:
+    """The view of all slots read so far; `records` may come in any order."""
+    ordered = sorted(records, key=lambda record: record.seq)
+    bad = tuple(sorted(refused))
+    commits = [record for record in ordered if record.kind == "commit"]
+    retired = {record.identity: record for record in ordered if record.kind == "retire"}
+    by_step: dict[int, LogRecord] = {}
+    superseded: list[LogRecord] = []
+    for record in commits:
+        if record.identity in retired:
+            continue
+        if record.step in by_step:
+            superseded.append(by_step[record.step])
+        by_step[record.step] = record
+    last = max([0, *(record.seq for record in ordered), *(seq for seq, _ in bad)])
+    return LogView(
+        epoch=max((record.epoch for record in ordered), default=0),
+        generation=max((record.generation for record in commits), default=0),
+        commits=tuple(sorted(by_step.values(), key=lambda record: -record.seq)),
+        superseded=tuple(superseded),
+        retired=tuple(retired.values()),
+        refused=bad,
+        next_seq=last + 1,
+    )
+
+
+def _faults(record: LogRecord) -> Iterable[str]:
+    if record.v != VERSION:
+        yield f"version {record.v!r} is not {VERSION}"
+    if record.kind not in get_args(Kind):
+        yield f"unknown kind {record.kind!r}"
+    for name in _INTS:
+        value = getattr(record, name)
+        if type(value) is not int or value < 0:
+            yield f"{name} is {value!r}, not a count"
+    for name in _TEXTS:
+        if not isinstance(getattr(record, name), str):
+            yield f"{name} is not text"
+    if type(record.at_s) not in (int, float):
+        yield "at_s is not a number"
