@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from relit.demo.display import RunDisplay
 from relit.demo.faults import Fault, Kill, kill_ray_process, victim
+from relit_storage.errors import StoreError
 
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 POLL_S = 0.1
@@ -24,7 +25,7 @@ class RunView(Protocol):
         """The run id."""
         ...
 
-    def status(self) -> Any:
+    def status(self) -> dict[str, Any]:
         """The newest status, from the run directory."""
         ...
 
@@ -46,6 +47,24 @@ class Watched:
     def state(self) -> str:
         """The run's last known state."""
         return str(self.status.get("state") or "PENDING")
+
+    @property
+    def step(self) -> int:
+        """Completed steps at the last look."""
+        return int(self.status.get("step") or 0)
+
+    @property
+    def reason(self) -> str:
+        """Why the run is in its state, or why the watch gave up."""
+        if self.stalled:
+            return f"no new step for {STALL_S:.0f} s"
+        return str(self.status.get("reason") or "")
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """What the training function returned, if it was a dict."""
+        value = self.status.get("value")
+        return value if isinstance(value, dict) else {}
 
 
 def watch(
@@ -72,9 +91,8 @@ def watch(
             if seen.state in TERMINAL:
                 return seen
             _carry_out(waiting, seen, display, kill)
-            step = int(seen.status.get("step") or 0)
-            if step > newest:
-                newest, moved_at = step, clock()
+            if seen.step > newest:
+                newest, moved_at = seen.step, clock()
             if clock() - moved_at > STALL_S:
                 seen.stalled = True
                 return seen
@@ -94,7 +112,7 @@ def _carry_out(
         pid = victim(fault, seen.status)
         if pid is None or not kill(pid):
             continue
-        done = Kill(fault=fault, pid=pid, seen_step=int(seen.status.get("step") or 0))
+        done = Kill(fault=fault, pid=pid, seen_step=seen.step)
         seen.kills.append(done)
         waiting.remove(fault)
         display.say(done.sentence(), "bold red")
@@ -115,9 +133,8 @@ def _until_terminal(
 
 
 def read_status(run: RunView) -> dict[str, Any]:
-    """The handle's status as a plain dict; a query that fails is no news, never a failure."""
+    """The handle's status; a query that fails is no news, and never a failure of the run."""
     try:
-        status = run.status()
-    except OSError:
+        return run.status()
+    except StoreError:
         return {}
-    return dict(status) if isinstance(status, Mapping) else status.to_json()

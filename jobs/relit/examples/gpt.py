@@ -1,4 +1,4 @@
-"""A byte-level GPT of about 119,000 parameters: the main job behind `make run`.
+"""A byte-level GPT of about 120,000 parameters: the main job behind `make run`.
 
 Nothing here knows about failures: the loop below is what an undisturbed run would look like, and
 relit resumes it inside `run.backward` and `run.step`. The configuration (all keys but the two
@@ -45,7 +45,8 @@ class Block(nn.Module):
         q, k, v = split.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, time, width))
-        return x + self.mlp(self.norm_2(x))
+        mlp: Tensor = self.mlp(self.norm_2(x))
+        return x + mlp
 
 
 class GPT(nn.Module):
