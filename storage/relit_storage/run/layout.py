@@ -5,6 +5,7 @@
       run.json                  owner, versions, git     code/<sha>.zip         the code that runs
       lease/<epoch>.json        put-if-absent; the highest is in force
       control/<n>-<verb>.json   commands from clients    status.json            newest live state
+  attempts/<n>.json         one for each submit and resume, created once
       events/<epoch>-<n>.jsonl  closed segments          incidents.jsonl parts: incidents/<n>.json
       metrics/<epoch>-<n>.jsonl committed rows only
       tables/<name>/<step>.jsonl      artifacts/<name>   logs/<worker>/<n>.log
@@ -23,6 +24,7 @@ RESOLVED = "config.resolved.json"
 RUN = "run.json"
 STATUS = "status.json"
 RESULT = "result.json"
+ATTEMPT_PREFIX = "attempts/"
 LOG_PREFIX = "checkpoints/log/"
 STEPS_PREFIX = "checkpoints/steps/"
 
@@ -85,3 +87,16 @@ def incident_key(number: int) -> str:
 def command_key(number: int, verb: str) -> str:
     """A client's command; acknowledged by an event that carries its number."""
     return f"control/{number:06d}-{verb}.json"
+
+
+def attempt_key(number: int) -> str:
+    """One submit or resume: {n, submission_id, at_s, owner, after_command, changes, allow}.
+
+    Commands numbered up to `after_command` were given to earlier attempts.
+    """
+    return f"{ATTEMPT_PREFIX}{number:06d}.json"
+
+
+def index_key(run_id: str) -> str:
+    """At the root of a store, beside the experiments: where to find a run by its id."""
+    return f"index/{run_id}.json"

@@ -1,0 +1,238 @@
+"""Which Ray cluster to submit to: the one named, or a local one that relit keeps.
+
+    --address / address=...    used as it is, never ended by relit
+    RAY_ADDRESS, RAY_API_SERVER_ADDRESS      the same, from the environment
+    neither                    a local cluster on 127.0.0.1, shared by all runs of this user,
+                               started when missing, ended when idle (see relit.keeper)
+
+The local cluster is recorded in ~/.relit/cluster.json. Ray's authentication mode is set
+explicitly everywhere: 2.60 turns tokens on by itself for some clusters, and a client without the
+variable then gets 401. The local cluster is reachable through loopback only and runs without.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relit.errors import ClusterStartError, ClusterUnreachableError
+
+START_TIMEOUT_S = 120.0
+_ANSWER_TIMEOUT_S = 5.0
+_PRIVATE = 0o600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterInfo:
+    """Where a cluster answers. gcs_address and the keeper's fields are empty for a named one."""
+
+    dashboard_url: str
+    gcs_address: str = ""
+    started_here: bool = False
+    keeper_pid: int = 0
+    keeper_ticks: int = 0
+    temp_dir: str = ""
+
+    @property
+    def local(self) -> bool:
+        """True for the cluster that relit keeps."""
+        return self.keeper_pid > 0
+
+
+def state_dir() -> Path:
+    """~/.relit, for this user alone; made if missing."""
+    folder = Path.home() / ".relit"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def record_path() -> Path:
+    """Where the keeper writes which cluster it keeps."""
+    return state_dir() / "cluster.json"
+
+
+def log_path() -> Path:
+    """What the keeper and `ray start` say."""
+    return state_dir() / "cluster.log"
+
+
+def touch_path() -> Path:
+    """Its time of change tells the keeper that somebody is about to submit."""
+    return state_dir() / "cluster.used"
+
+
+def ensure_cluster(address: str | None = None) -> ClusterInfo:
+    """A cluster that answers, started if none is named. Blocks for seconds if it must start.
+
+    ClusterUnreachableError for a named cluster that does not answer, ClusterStartError for a
+    local one that does not come up.
+    """
+    named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    if named:
+        return _named_cluster(named)
+    with cluster_lock(START_TIMEOUT_S):
+        touch_path().touch(mode=_PRIVATE)
+        found = local_cluster()
+        if found:
+            return found
+        return _start_keeper()
+
+
+def local_cluster() -> ClusterInfo | None:
+    """The local cluster if it is there and answers."""
+    info = read_record()
+    if info and process_ticks(info.keeper_pid) == info.keeper_ticks and answers(info.dashboard_url):
+        return info
+    return None
+
+
+def stop_local_cluster(timeout_s: float = 60.0) -> bool:
+    """End the local cluster and wait until its keeper is gone; False if there was none."""
+    info = read_record()
+    if info is None or process_ticks(info.keeper_pid) != info.keeper_ticks:
+        return False
+    os.kill(info.keeper_pid, 15)
+    deadline_s = time.monotonic() + timeout_s
+    while process_ticks(info.keeper_pid) == info.keeper_ticks:
+        if time.monotonic() > deadline_s:
+            raise ClusterStartError(cause="it does not end", log=str(log_path()))
+        time.sleep(0.05)
+    return True
+
+
+def set_auth_mode(info: ClusterInfo) -> None:
+    """Set RAY_AUTH_MODE for this process, before ray is imported; the user's choice stays.
+
+    Also RAY_USAGE_STATS_ENABLED=0: nothing is reported to anybody.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if info.local:
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        return
+    has_token = any(os.environ.get(f"RAY_AUTH_TOKEN{end}") for end in ("", "_PATH"))
+    os.environ.setdefault("RAY_AUTH_MODE", "token" if has_token else "disabled")
+
+
+def answers(dashboard_url: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
+    """True if a Ray dashboard answers there, 401 included: it is one, with tokens on."""
+    return not _why_silent(dashboard_url, timeout_s)
+
+
+def _named_cluster(address: str) -> ClusterInfo:
+    if address.startswith("ray://"):
+        cause = "ray:// is the Ray client's port; relit needs the dashboard's, http://host:8265"
+        raise ClusterUnreachableError(address=address, cause=cause)
+    url = address if address.startswith(("http://", "https://")) else ""
+    if not url:
+        return ClusterInfo(dashboard_url="", gcs_address=address)
+    cause = _why_silent(url.rstrip("/"), _ANSWER_TIMEOUT_S)
+    if cause:
+        raise ClusterUnreachableError(address=address, cause=cause)
+    return ClusterInfo(dashboard_url=url.rstrip("/"))
+
+
+def _why_silent(url: str, timeout_s: float) -> str:
+    try:
+        with urllib.request.urlopen(f"{url}/api/version", timeout=timeout_s) as answer:
+            json.load(answer)
+    except urllib.error.HTTPError as error:
+        return "" if error.code in (401, 403) else f"HTTP {error.code}"
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    return ""
+
+
+def _start_keeper() -> ClusterInfo:
+    """Start the keeper detached from this process and wait for its record."""
+    record_path().unlink(missing_ok=True)
+    log = os.open(log_path(), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _PRIVATE)
+    try:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "relit.keeper"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+        )
+    finally:
+        os.close(log)
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        info = read_record()
+        if info and info.keeper_pid == keeper.pid:
+            return ClusterInfo(**{**asdict(info), "started_here": True})
+        if keeper.poll() is not None:
+            cause = f"its keeper ended with code {keeper.returncode}; {_log_tail()}"
+            raise ClusterStartError(cause=cause, log=str(log_path()))
+        time.sleep(0.02)
+    keeper.terminate()
+    raise ClusterStartError(cause=f"not up after {START_TIMEOUT_S:.0f} s", log=str(log_path()))
+
+
+def _log_tail() -> str:
+    try:
+        lines = log_path().read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1][:300] if lines else ""
+
+
+def read_record() -> ClusterInfo | None:
+    """The recorded local cluster, alive or not."""
+    try:
+        return ClusterInfo(**json.loads(record_path().read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_record(info: ClusterInfo) -> None:
+    """Replace the record; readers see the old one or the new one."""
+    path = record_path()
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _PRIVATE)
+    with os.fdopen(fd, "w") as file:
+        json.dump(asdict(info), file)
+    fresh.replace(path)
+
+
+@contextmanager
+def cluster_lock(timeout_s: float) -> Iterator[None]:
+    """One starter or ender at a time, over all processes of this user."""
+    fd = os.open(state_dir() / "cluster.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    cause = "another process holds ~/.relit/cluster.lock"
+                    raise ClusterStartError(cause=cause, log=str(log_path())) from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(fd)  # releases the lock
+
+
+def process_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if it is gone or a zombie.
+
+    A pid alone may be used again by another process; pid and start time are not.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] == "Z" else int(fields[19])

@@ -1,0 +1,135 @@
+"""RunReader: everything about a run, from its directory alone.
+
+Works with the Ray cluster gone and on a copy of the directory; needs neither ray nor torch. A
+file that does not parse is passed over (the event log reports its own refusals).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from relit.run_state import RunFiles, derive_state
+from relit.segment_cache import SegmentCache
+from relit_platform.run_config import RunConfig
+from relit_storage.checkpoint.commit_log import CommitLog
+from relit_storage.errors import ObjectMissingError
+from relit_storage.run import layout
+from relit_storage.run.event_log import read_events, read_rows
+from relit_storage.run.lease import read_lease
+from relit_storage.stores.prefixed import PrefixedStore
+from relit_storage.stores.protocol import ObjectStore
+
+Json = dict[str, Any]
+
+
+class RunReader:
+    """Reads one run. Every method goes to the store (StoreError) and returns plain data."""
+
+    def __init__(
+        self, store: ObjectStore, run_key: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.run_key = run_key
+        self.store: ObjectStore = SegmentCache(PrefixedStore(store, run_key))
+        self._clock = clock
+
+    @property
+    def run_id(self) -> str:
+        """The run's id: the last part of its key."""
+        return self.run_key.rpartition("/")[2]
+
+    def exists(self) -> bool:
+        """True once a submit has claimed this run id."""
+        return self.store.size(layout.CONFIG) is not None
+
+    def config(self) -> RunConfig | None:
+        """The resolved configuration of the newest attempt; None before it is written."""
+        data = self.json(layout.RESOLVED)
+        return None if data is None else RunConfig.from_json(data)
+
+    def about(self) -> Json:
+        """run.json: owner, time of submit, versions, git commit."""
+        return self.json(layout.RUN) or {}
+
+    def attempts(self) -> list[Json]:
+        """Every submit and resume of this run, oldest first."""
+        found = (self.json(key) for key in self.store.list(layout.ATTEMPT_PREFIX))
+        return [attempt for attempt in found if attempt is not None]
+
+    def result(self) -> Json | None:
+        """result.json, or None while the run is not over."""
+        return self.json(layout.RESULT)
+
+    def status(self) -> Json:
+        """The newest live status with `state` and `reason` judged anew; three small reads."""
+        result = self.result()
+        status = self.json(layout.STATUS) or {}
+        files = RunFiles(result=result, status=status) if result else self._files(status)
+        state, reason = derive_state(files, self.run_id, self._clock())
+        merged = {**status, **_settled(result)}
+        return {**merged, "run_id": self.run_id, "state": state, "reason": reason}
+
+    def _files(self, status: Json) -> RunFiles:
+        lease = read_lease(self.store)
+        attempts = self.store.list(layout.ATTEMPT_PREFIX)
+        until_s: float | None = None
+        if lease is not None:
+            until_s = 0.0 if lease.released else lease.expires_at_s
+        attempt = self.json(attempts[-1]) if attempts else None
+        return RunFiles(status=status, attempt=attempt, lease_until_s=until_s)
+
+    def events(self, since: int = 0) -> list[Json]:
+        """Events with a sequence number above `since`, in order."""
+        return read_events(self.store, since)
+
+    def rows(self) -> list[Json]:
+        """Committed metric rows, one for each step, in order."""
+        return read_rows(self.store)
+
+    def incidents(self) -> list[Json]:
+        """One record for each recovery, oldest first; `headline` says it in a sentence."""
+        found = (self.json(key) for key in self.store.list("incidents/"))
+        return [incident for incident in found if incident is not None]
+
+    def checkpoints(self) -> list[Json]:
+        """Steps committed in the object tier and not retired, newest first."""
+        view = CommitLog(self.store).replay()
+        return [
+            {"step": commit.step, "generation": commit.generation, "key": commit.manifest_key}
+            for commit in view.commits
+        ]
+
+    def workers(self) -> list[str]:
+        """Worker ids that left logs, in order of name."""
+        keys = self.store.list("logs/")
+        return sorted({key.split("/")[1] for key in keys if key.count("/") >= 2})
+
+    def log_segments(self, worker_id: str | None = None) -> list[str]:
+        """Keys of log segments of one worker, or of all."""
+        prefix = f"logs/{worker_id}/" if worker_id else "logs/"
+        return self.store.list(prefix)
+
+    def worker_of_rank(self, rank: int) -> str | None:
+        """Who holds a rank by the newest status; None if nobody is known to."""
+        for worker in (self.json(layout.STATUS) or {}).get("workers", []):
+            if worker.get("rank") == rank:
+                return str(worker.get("worker_id"))
+        return None
+
+    def json(self, key: str) -> Json | None:
+        """A JSON object of the run directory; None if it is missing or does not parse."""
+        try:
+            data = json.loads(self.store.get(key))
+        except (ObjectMissingError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+
+def _settled(result: Json | None) -> Json:
+    """Fields in which a finished run's result is newer than its last status."""
+    if not result:
+        return {}
+    names = ("step", "loss", "committed", "total_steps", "value", "finished_at_s")
+    return {name: result[name] for name in names if result.get(name) is not None}
