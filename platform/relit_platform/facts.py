@@ -260,6 +260,7 @@ class NodeInventory:
     manifests: tuple[tuple[int, int, bytes], ...]
     fence: int
     refusals: tuple[dict[str, Json], ...] = ()
+    disk_root: str = ""  # what `file` of a ShardPersisted is relative to, on this node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

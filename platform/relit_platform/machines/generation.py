@@ -3,21 +3,21 @@
 `advance(state, event, now) -> (state, actions)`. The manager feeds it what it hears and performs
 what it answers; nothing in here waits, calls or reads a clock.
 
-    phase     event                                        to        actions
-    IDLE      Joined until `world` places are filled        PLANNING  PlanRestore
-    RUNNING   Joined by a holder of the newest generation   FORMING   Emit generation.lost
-    RUNNING   Joined by a holder whose answer was lost      RUNNING   Announce, the same again
-    RUNNING   Joined by a newcomer                          RUNNING   - (it waits as a spare)
-    RUNNING   all holders gone and all places filled        FORMING   Emit generation.lost, go on
-    FORMING   all places filled, a member holds state       RUNNING   Announce, Emit generation.formed
-    FORMING   all places filled, nobody holds state         PLANNING  PlanRestore
-    PLANNING  Planned (of the newest plan)                  RUNNING   Announce, Emit generation.formed
-    PLANNING  WorkerGone of a chosen member                 FORMING   - (choose again)
-    any       Joined of an older epoch, of a rank given     same      Refuse
+    phase     event                                      to        actions
+    IDLE      Joined until `world` places are filled      PLANNING  PlanRestore
+    RUNNING   Joined by a holder of this generation       FORMING   Emit generation.lost
+    RUNNING   Joined by a holder whose answer was lost    RUNNING   Announce, the same again
+    RUNNING   Joined by a newcomer                        RUNNING   - (it waits as a spare)
+    RUNNING   all holders gone, all places filled         FORMING   Emit generation.lost, go on
+    FORMING   all places filled, somebody holds state     RUNNING   Announce, generation.formed
+    FORMING   all places filled, nobody holds state       PLANNING  PlanRestore
+    PLANNING  Planned (of the newest plan)                RUNNING   Announce, generation.formed
+    PLANNING  WorkerGone of a chosen member               FORMING   - (choose again)
+    any       Joined of an older epoch, of a rank given   same      Refuse
               away, of a worker known to be gone
-    any       MemberFinished of the last rank, Halted       DONE      Dismiss everyone
-    DONE      Joined                                        DONE      Dismiss
-    any       EpochStarted (newer)                          IDLE      - (or RUNNING with holders found)
+    any       MemberFinished of the last rank, Halted     DONE      Dismiss everyone
+    DONE      Joined                                      DONE      Dismiss
+    any       EpochStarted (newer)                        IDLE      - (RUNNING if holders live)
 
 A place is filled by the holder of its rank when it waits, else by the newcomer that has waited
 longest, once the holder is known to be gone. A holder that is merely silent keeps its place until
@@ -31,10 +31,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relit_platform.facts import JoinRequest
+from relit_platform.facts import Assignment, JoinRequest
 from relit_platform.machines.forming import announce, give_up_at, settle
 from relit_platform.machines.generation_state import (
     HEARD_SLACK_S,
+    MAX_EXCLUDED,
     MAX_GONE,
     Action,
     Announce,
@@ -162,12 +163,12 @@ def _holder_joined(state: GenerationState, event: Joined, rank: int, now: float)
     worker = request.worker_id
     known = state.assigned.get(worker)
     unread = known is not None and request.generation < known.generation
-    if known and unread and state.phase is Phase.RUNNING and _same_endpoint(state, request):
+    if known and unread and state.phase is Phase.RUNNING and _reachable(state, known, request):
         return state, [Announce(assignments={worker: known})]
     first = worker not in state.waiting
     state = _wait(state, request, event.hold_s, now)
     if request.fault and request.fault.refused and request.fault.refused not in state.excluded:
-        state = replace(state, excluded=(*state.excluded, request.fault.refused))
+        state = replace(state, excluded=(*state.excluded, request.fault.refused)[-MAX_EXCLUDED:])
     actions: list[Action] = []
     if first:
         actions.append(_fault_fact(request, rank))
@@ -177,9 +178,9 @@ def _holder_joined(state: GenerationState, event: Joined, rank: int, now: float)
     return state, actions
 
 
-def _same_endpoint(state: GenerationState, request: JoinRequest) -> bool:
+def _reachable(state: GenerationState, known: Assignment, request: JoinRequest) -> bool:
     """Members were told rank 0's store; if that member has opened another, start over."""
-    return state.endpoints.get(request.worker_id) == request.endpoint
+    return known.rank > 0 or state.endpoints.get(request.worker_id) == request.endpoint
 
 
 def _fault_fact(request: JoinRequest, rank: int) -> Emit:

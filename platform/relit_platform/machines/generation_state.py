@@ -11,6 +11,7 @@ from relit_platform.facts import Assignment, JoinRequest, StateSource
 from relit_platform.machines.lineage import Lineage
 
 MAX_GONE = 4096
+MAX_EXCLUDED = 256
 HEARD_SLACK_S = 10.0
 
 
@@ -58,7 +59,7 @@ class GenerationState:
     endpoints: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     chosen: Mapping[int, str] = field(default_factory=dict)
     excluded: tuple[dict[str, Any], ...] = ()
-    lineage: Lineage = Lineage()
+    lineage: Lineage = field(default_factory=Lineage)
     plan_id: int = 0
     broken_at_s: float | None = None
     filled_at_s: float = 0.0
@@ -139,14 +140,7 @@ class Tick:
 
 
 Event = (
-    Joined
-    | WorkerGone
-    | Planned
-    | EpochStarted
-    | MemberFinished
-    | StopRequested
-    | Halted
-    | Tick
+    Joined | WorkerGone | Planned | EpochStarted | MemberFinished | StopRequested | Halted | Tick
 )
 
 

@@ -1,0 +1,230 @@
+"""The checkpoint machine's vocabulary: what a step on its way out looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded, Tier
+from relit_platform.machines.lineage import Lineage
+
+Key = tuple[int, int]  # (step, generation)
+
+
+class CheckpointPhase(StrEnum):
+    """How far a step has come; see the table in checkpoint.py."""
+
+    OPEN = "open"
+    PERSISTED = "persisted"
+    COMMITTED = "committed"
+    UPLOADING = "uploading"
+    DURABLE = "durable"
+    EXPIRED = "expired"
+    ABANDONED = "abandoned"
+
+
+TERMINAL = (CheckpointPhase.EXPIRED, CheckpointPhase.ABANDONED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the machine. object_every_steps 0: nothing goes to the object tier."""
+
+    max_open: int = 2
+    persist_deadline_s: float = 300.0
+    upload_deadline_s: float = 3600.0
+    object_every_steps: int = 200
+    keep_disk: int = 2
+    keep_object: int = 3
+    max_remembered: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One step of one generation. shards: by rank, as acknowledged by the agents."""
+
+    step: int
+    generation: int
+    world: int
+    phase: CheckpointPhase = CheckpointPhase.OPEN
+    since_s: float = 0.0
+    final: bool = False
+    wants_object: bool = False
+    shards: Mapping[int, ShardPersisted] = field(default_factory=dict)
+    uploaded: frozenset[int] = frozenset()
+    on_disk: bool = False
+    on_object: bool = False
+    reason: str = ""
+
+    @property
+    def key(self) -> Key:
+        """(step, generation)."""
+        return self.step, self.generation
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes that hold a shard of it on disk."""
+        return tuple(sorted({shard.node_id for shard in self.shards.values()}))
+
+    @property
+    def saving(self) -> bool:
+        """True while something about it is still to be done."""
+        busy = (CheckpointPhase.OPEN, CheckpointPhase.PERSISTED, CheckpointPhase.UPLOADING)
+        waits = self.phase is CheckpointPhase.COMMITTED and self.wants_object
+        return self.phase in busy or waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointBook:
+    """All steps that some tier may hold, and what was ignored, by reason."""
+
+    limits: Limits = Limits()
+    lineage: Lineage = field(default_factory=Lineage)
+    steps: Mapping[Key, Checkpoint] = field(default_factory=dict)
+    protected: frozenset[Key] = frozenset()
+    ignored: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def saving(self) -> bool:
+        """True while a step is on its way to a tier."""
+        return any(c.saving for c in self.steps.values())
+
+    def newest(self, tier: Tier) -> int | None:
+        """The newest step on disk or object that is on the line, or None."""
+        found = [
+            c.step
+            for c in self.steps.values()
+            if (c.on_disk if tier == "disk" else c.on_object)
+            and self.lineage.on_line(c.generation, c.step)
+        ]
+        return max(found, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persisting:
+    """A rank has asked its agent to persist this step. final: it goes to every tier."""
+
+    step: int
+    generation: int
+    rank: int
+    world: int
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The manifest is on every node that holds a shard."""
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishFailed:
+    """The manifest was refused, or could not be written for good."""
+
+    step: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """The object tier's commit log names this step."""
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFailed:
+    """The commit log refused this step, or the store stayed away."""
+
+    step: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFormed:
+    """The line of history goes on from here; protected is what is being restored, if anything."""
+
+    generation: int
+    start_step: int
+    protected: frozenset[Key] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A re-created manager found this step: with a manifest on disk, or in the commit log."""
+
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Time has passed."""
+
+
+CheckpointEvent = (
+    Persisting
+    | ShardPersisted
+    | ShardUploaded
+    | ShardFailed
+    | Published
+    | PublishFailed
+    | Logged
+    | LogFailed
+    | GenerationFormed
+    | Adopted
+    | Deadline
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Write the manifest of these shards to their nodes; answer Published or PublishFailed."""
+
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """Have the agents copy these shards outward; they answer for each shard."""
+
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogCommit:
+    """Write manifest and log entry to the object tier; answer Logged or LogFailed."""
+
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    """Delete a step's files from a tier. nodes: where (disk only)."""
+
+    step: int
+    generation: int
+    tier: Tier
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something for the event log."""
+
+    kind: str
+    step: int
+    generation: int
+    data: dict[str, Any] = field(default_factory=dict)
+    level: str = "info"
+
+
+CheckpointAction = Publish | Upload | LogCommit | Discard | Note
+Outcome = tuple[CheckpointBook, list[CheckpointAction]]
