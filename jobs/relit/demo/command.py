@@ -13,7 +13,7 @@ import click
 @click.option("--workers", type=click.IntRange(min=1, max=64), default=2, show_default=True)
 @click.option("--no-faults", is_flag=True, help="Train undisturbed; nothing is compared.")
 @click.option("--store", envvar="RELIT_STORE", help="Where run directories go (path or URL).")
-@click.option("--keep", is_flag=True, help="Leave the local Ray cluster up, with its dashboard.")
+@click.option("--keep", is_flag=True, help="Hold the local cluster and its dashboard until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; progress on stderr.")
 def demo(
     steps: int, workers: int, no_faults: bool, store: str | None, keep: bool, as_json: bool
@@ -28,14 +28,15 @@ def demo(
     """
     from rich.console import Console
 
+    from relit.demo.holding import hold_cluster
     from relit.demo.story import DemoOptions, run_demo
 
     console = Console(stderr=as_json)
-    options = DemoOptions(
-        steps=steps, workers=workers, faults=not no_faults, store=store, keep=keep
-    )
+    options = DemoOptions(steps=steps, workers=workers, faults=not no_faults, store=store)
     report = run_demo(options, console)
     report.print_to(console)
     if as_json:
         click.echo(json.dumps(report.to_json()))
+    if keep:
+        hold_cluster(console)
     sys.exit(report.exit_code)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 import relit
+from relit.cluster import local_cluster
 from relit.demo import twin
 from relit.demo.compare import compare, losses_of
 from relit.demo.data import DemoData, prepare
@@ -33,7 +34,6 @@ class DemoOptions:
     workers: int = 2
     faults: bool = True
     store: str | None = None
-    keep: bool = False
 
 
 def run_demo(options: DemoOptions, console: Console) -> DemoReport:
@@ -51,7 +51,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
             comparison = compare(losses_of(run.metrics()), undisturbed.losses, options.steps)
     return DemoReport(
         run_id=run.id,
-        run_directory=run.directory,
+        run_directory=run.path,
         state=seen.state,
         reason=seen.reason,
         step=seen.step,
@@ -93,6 +93,9 @@ def _train(
     with RunDisplay(console, title, steps) as display:
         display.say(f"Submitting {spec.name}: {spec.scaling.workers} ranks, {steps} steps")
         run = relit.submit(spec)
+        cluster = local_cluster()
+        if cluster is not None:
+            display.say(f"Ray's dashboard: {cluster.dashboard_url}")
         return run, watch(run, display, faults)
 
 

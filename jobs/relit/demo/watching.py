@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from relit.demo.display import RunDisplay
 from relit.demo.faults import Fault, Kill, kill_ray_process, victim
+from relit.errors import RunFinishedError
 from relit_storage.errors import StoreError
 
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
@@ -100,7 +101,10 @@ def watch(
     except KeyboardInterrupt:
         seen.interrupted = True
         display.say("Stopping at the next step boundary; Ctrl-C again leaves at once.", "bold")
-        run.stop()
+        try:
+            run.stop()
+        except RunFinishedError:
+            pass  # it ended while the key was pressed
         _until_terminal(run, seen, display, clock, sleep)
         return seen
 
