@@ -1,0 +1,209 @@
+"""A node's disk tier: shard records, published manifests, and the fence.
+
+The directory is the truth; nothing is remembered in memory. Files of a step lie together below
+`checkpoints/steps/`, with the names they get in the object tier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from relit_platform.errors import UsageError
+from relit_platform.facts import ShardPersisted
+from relit_platform.node.persist import RECORD_SUFFIX, load_record, read_record
+from relit_storage.checkpoint.durable import (
+    create_file,
+    is_temporary,
+    make_dirs,
+    sync_dir,
+    write_file,
+)
+from relit_storage.checkpoint.manifest import Manifest, ShardEntry
+from relit_storage.errors import (
+    CommitConflictError,
+    CorruptShardError,
+    FencedError,
+    ManifestError,
+)
+from relit_storage.run.layout import (
+    STEPS_PREFIX,
+    manifest_key,
+    parse_step_prefix,
+    step_prefix,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """What is over on this node: epochs below `epoch`, generations below `generation`."""
+
+    epoch: int = 0
+    generation: int = 0
+
+    def raised(self, epoch: int, generation: int) -> Fence:
+        """The fence after sealing; it never goes down. Raises FencedError for an older epoch."""
+        if epoch < self.epoch:
+            raise FencedError(what="epoch", ours=epoch, newest=self.epoch)
+        return Fence(epoch, max(generation, self.generation))
+
+
+def load_fence(path: str) -> Fence:
+    """The fence that was saved, or the lowest one."""
+    try:
+        with open(path, "rb") as file:
+            saved = json.loads(file.read())
+    except FileNotFoundError:
+        return Fence()
+    return Fence(int(saved["epoch"]), int(saved["generation"]))
+
+
+def save_fence(path: str, fence: Fence) -> None:
+    """Make the fence outlive this process and this machine's power."""
+    data = json.dumps({"epoch": fence.epoch, "generation": fence.generation})
+    write_file(path, [data.encode()])
+
+
+class DiskTier:
+    """Checkpoints below one root. Thread-safe, because files are only created and removed whole."""
+
+    def __init__(self, root: str, node_id: str) -> None:
+        self.root = root
+        self._node_id = node_id
+
+    def clean(self) -> None:
+        """Remove what interrupted writes left behind; before anything else writes."""
+        for folder, _, names in os.walk(os.path.join(self.root, STEPS_PREFIX)):
+            for name in names:
+                if is_temporary(name):
+                    os.unlink(os.path.join(folder, name))
+
+    def steps(self) -> list[tuple[int, int]]:
+        """(step, generation) of every step of which anything is here, in order of generation."""
+        found = []
+        top = os.path.join(self.root, STEPS_PREFIX)
+        for step in _listed(top):
+            for generation in _listed(os.path.join(top, step)):
+                place = parse_step_prefix(f"{STEPS_PREFIX}{step}/{generation}/")
+                if place is not None:
+                    found.append(place)
+        return sorted(found, key=lambda place: (place[1], place[0]))
+
+    def records(self) -> tuple[list[ShardPersisted], list[dict[str, Any]]]:
+        """Every whole shard (sizes are looked at, bytes are not), and refusals with reasons."""
+        records, refusals = [], []
+        for step, generation in self.steps():
+            for name in _listed(self._folder(step, generation)):
+                if not name.endswith(RECORD_SUFFIX):
+                    continue
+                try:
+                    path = os.path.join(self._folder(step, generation), name)
+                    records.append(load_record(self.root, path))
+                except (CorruptShardError, FileNotFoundError) as error:
+                    refusals.append(_refusal(step, generation, name, error))
+        return records, refusals
+
+    def record(self, step: int, generation: int, rank: int) -> ShardPersisted | None:
+        """One whole shard, or None."""
+        return read_record(self.root, step, generation, rank)
+
+    def manifests(self) -> tuple[list[tuple[int, int, bytes]], list[dict[str, Any]]]:
+        """(step, generation, bytes) of every published step, parsed and checked, and refusals."""
+        manifests, refusals = [], []
+        for step, generation in self.steps():
+            key = manifest_key(step, generation)
+            try:
+                with open(os.path.join(self.root, key), "rb") as file:
+                    data = file.read()
+                _parse(data, step, generation)
+            except FileNotFoundError:
+                continue
+            except (ManifestError, OSError) as error:
+                refusals.append(_refusal(step, generation, key, error))
+                continue
+            manifests.append((step, generation, data))
+        return manifests, refusals
+
+    def newest_published(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest step with a manifest."""
+        published = [
+            (generation, step)
+            for step, generation in self.steps()
+            if os.path.exists(os.path.join(self.root, manifest_key(step, generation)))
+        ]
+        return max(published, default=None)
+
+    def publish(self, step: int, generation: int, data: bytes) -> None:
+        """Create the manifest, exclusively; durable on return, and repeatable.
+
+        Raises ManifestError if it does not fit the step or this node's shards, FencedError if a
+        newer generation has published here, CommitConflictError if other bytes are there.
+        """
+        manifest = _parse(data, step, generation)
+        for shard in manifest.shards:
+            if shard.node_id == self._node_id:
+                self._check_held(manifest, shard)
+        newest = self.newest_published()
+        if newest is not None and newest[0] > generation:
+            raise FencedError(what="generation", ours=generation, newest=newest[0])
+        key = manifest_key(step, generation)
+        make_dirs(self._folder(step, generation))
+        if not create_file(os.path.join(self.root, key), data):
+            raise CommitConflictError(step=step, key=key)
+
+    def drop(self, step: int, generation: int) -> None:
+        """Delete a step, its manifest first; repeatable.
+
+        Raises UsageError for the newest published step: no retention policy may take it.
+        """
+        if self.newest_published() == (generation, step):
+            raise UsageError(message=f"step {step} is the newest on disk and is never dropped.")
+        folder = self._folder(step, generation)
+        try:
+            os.unlink(os.path.join(self.root, manifest_key(step, generation)))
+            sync_dir(folder)
+        except FileNotFoundError:
+            pass  # never published, or half dropped before
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            os.rmdir(os.path.dirname(folder.rstrip("/")))
+        except OSError:
+            pass  # another generation of the same step is there
+
+    def _check_held(self, manifest: Manifest, shard: ShardEntry) -> None:
+        held = self.record(manifest.step, manifest.generation, shard.rank)
+        if held is None or held.checksums != shard.checksums:
+            reason = "is not on this node" if held is None else "has other bytes on this node"
+            raise ManifestError(file="manifest", reason=f"{shard.file} {reason}")
+
+    def _folder(self, step: int, generation: int) -> str:
+        return os.path.join(self.root, step_prefix(step, generation))
+
+
+def _parse(data: bytes, step: int, generation: int) -> Manifest:
+    manifest = Manifest.from_bytes(data, manifest_key(step, generation))
+    if (manifest.step, manifest.generation) != (step, generation):
+        reason = f"is of step {manifest.step}, generation {manifest.generation}"
+        raise ManifestError(file=manifest_key(step, generation), reason=reason)
+    return manifest
+
+
+def _listed(folder: str) -> Iterator[str]:
+    try:
+        yield from sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _refusal(step: int, generation: int, file: str, error: Exception) -> dict[str, Any]:
+    return {
+        "tier": "disk",
+        "step": step,
+        "generation": generation,
+        "file": file,
+        "reason": str(error),
+    }

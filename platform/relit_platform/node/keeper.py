@@ -1,0 +1,415 @@
+"""All that an agent does for one run on one node, without Ray.
+
+    slots in shared memory    created, re-adopted, released: slot_pool
+    shared memory -> disk     one thread, in order: persist, then the slot is unpinned
+    disk -> object tier       one thread, with retries: uploads
+    worker processes          their end is reported within milliseconds; killed when sealed
+    worker logs               shipped every two seconds: log_shipping
+
+Every method may be repeated and called from any thread. What the keeper knows is in files, so a
+keeper that is killed and started again on the same folders goes on where it was: it takes over
+the slots, watches the registered processes, and persists what is pinned. `report` gets
+ShardPersisted, ShardUploaded, ShardFailed and WorkerExited; it must not block or raise, and it may
+get a fact twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+
+from relit_platform.errors import PlatformError, UsageError
+from relit_platform.facts import (
+    Fact,
+    Heartbeat,
+    NodeInventory,
+    ShardFailed,
+    ShardPersisted,
+    ShardUploaded,
+    Tier,
+    WorkerExited,
+)
+from relit_platform.node.disk_tier import DiskTier, Fence, load_fence, save_fence
+from relit_platform.node.heartbeat import ControlPage
+from relit_platform.node.log_shipping import LogShipper
+from relit_platform.node.paths import NodeFolders, NodePaths
+from relit_platform.node.persist import persist_slot
+from relit_platform.node.processes import ProcessKey, ProcessWatch, kill_and_wait, start_ticks
+from relit_platform.node.slot_pool import PooledSlot, SlotPool
+from relit_platform.node.task_thread import TaskThread
+from relit_platform.node.uploads import Uploader
+from relit_platform.node.workers import WorkerEntry, WorkerRegister
+from relit_platform.run_config import CheckpointConfig
+from relit_storage.checkpoint.durable import make_dirs
+from relit_storage.errors import FencedError, StorageError
+from relit_storage.run.layout import manifest_key, step_prefix
+from relit_storage.stores.protocol import ObjectStore
+
+PERSISTS_QUEUED = 8
+UPLOADS_QUEUED = 32
+WATCH_WAIT_S = 0.05
+SWEEP_EVERY_S = 1.0
+LOGS_EVERY_S = 2.0
+KILL_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 8.0  # of each thread; the supervisor waits 30 s for all of close
+SHARED_FOLDERS = ("code", "drills")  # beside the node folders on disk, used by all workers
+
+
+class NodeKeeper:
+    """Use `start` before anything else, `close` at the end of the run."""
+
+    def __init__(
+        self,
+        node_id: str,
+        run_id: str,
+        config: CheckpointConfig,
+        store: ObjectStore,
+        report: Callable[[object], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._node_id = node_id
+        self._config = config
+        self._store = store
+        self._report = report
+        self._clock = clock
+        self._folders = NodeFolders.of(config.shm_dir, config.disk_dir, run_id, node_id)
+        self._slots = SlotPool(self._folders.slots, config.memory_budget_bytes)
+        self._disk = DiskTier(self._folders.disk, node_id)
+        self._workers = WorkerRegister(self._folders.workers, self._folders.heartbeats)
+        self._watch = ProcessWatch()
+        self._logs = LogShipper(self._folders.logs, store)
+        self._persists = TaskThread("persist", PERSISTS_QUEUED, self._crashed)
+        self._uploads = TaskThread("upload", UPLOADS_QUEUED, self._crashed)
+        self._closing = threading.Event()
+        self._uploader = Uploader(self._folders.disk, store, self._closing.wait)
+        self._threads: list[threading.Thread] = []
+        self._fence = Fence()
+        self._fence_lock = threading.Lock()
+        self._control: ControlPage | None = None
+        self._waiting_pins: frozenset[str] = frozenset()
+
+    # ---- life ----
+
+    def start(self) -> None:
+        """Create or take over the folders, then the threads. Call once."""
+        folders = self._folders
+        for folder in (folders.slots, folders.heartbeats, folders.logs):
+            make_dirs(folder)
+        self._disk.clean()
+        self._slots.adopt()
+        self._fence = load_fence(folders.fence)
+        self._control = ControlPage.create(folders.control)
+        for entry in self._workers.load():
+            self._watch.add(entry.process)
+        self._persists.start()
+        self._uploads.start()
+        for pooled in self._slots.pinned():
+            self._queue_persist(pooled)
+        for loop in (self._watch_loop, self._log_loop):
+            thread = threading.Thread(target=loop, name=loop.__name__, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self, remove_disk: bool) -> None:
+        """Stop the threads, ship the logs' ends, remove shared memory; on request the disk tier.
+
+        Blocks until the persist or upload that is running has ended, at most CLOSE_TIMEOUT_S each.
+        Workers should have ended before; one that has not keeps its mapped pages, nothing else.
+        """
+        self._closing.set()
+        self._persists.close(CLOSE_TIMEOUT_S)
+        self._uploads.close(CLOSE_TIMEOUT_S)
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+        self._threads.clear()
+        if os.path.isdir(self._folders.logs):
+            self._logs.ship()
+        self._watch.close()
+        self._workers.close()
+        _remove_tree(self._folders.shm, up=2)
+        if remove_disk:
+            _remove_tree(self._folders.disk, up=0)
+            _remove_run_if_last(os.path.dirname(self._folders.disk))
+
+    # ---- workers ----
+
+    def hello(self, worker_id: str, pid: int, epoch: int) -> NodePaths:
+        """Register a worker process; from here on its end is noticed. Answers its files.
+
+        Raises FencedError if its epoch is over.
+        """
+        paths = self._folders.for_worker(worker_id)
+        with self._fence_lock:
+            if epoch < self._fence.epoch:
+                raise FencedError(what="epoch", ours=epoch, newest=self._fence.epoch)
+            ticks = start_ticks(pid)
+            entry = WorkerEntry(worker_id=worker_id, pid=pid, start_ticks=ticks or 0, epoch=epoch)
+            self._workers.add(entry)
+        self._watch.add(entry.process)
+        return paths
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """The newest sign of life of every worker that has not ended."""
+        return self._workers.heartbeats()
+
+    def set_stop(self, number: int) -> None:
+        """Ask every worker of this node to stop at its next boundary; 0 takes it back."""
+        self._control_page().set_stop(number)
+
+    def seal(self, epoch: int, generation: int) -> None:
+        """End everything older: when this returns, no worker of an older epoch runs here.
+
+        Workers of older epochs get SIGKILL and are waited for. From then on their hellos, and
+        persists and publications of generations below `generation`, are refused, also after a
+        restart. Raises FencedError if a newer epoch has sealed this node, PlatformError if a
+        process does not die.
+        """
+        with self._fence_lock:
+            fence = self._fence.raised(epoch, generation)
+            if fence != self._fence:
+                save_fence(self._folders.fence, fence)
+                self._fence = fence
+        for entry in self._workers.entries():
+            if entry.epoch < epoch:
+                self._kill(entry)
+
+    # ---- memory ----
+
+    def open_slots(
+        self, worker_id: str, count: int, image_bytes: int, extras_capacity: int
+    ) -> tuple[str, ...]:
+        """`count` new slots for a registered worker; blocks while their memory is reserved.
+
+        Slots of dead workers that no restore can want are freed first. Raises BudgetError.
+        """
+        self._folders.for_worker(worker_id)
+        floor = max(
+            (o for o in (self._slots.newest_whole(), self._disk.newest_published()) if o),
+            default=None,
+        )
+        busy = frozenset(path for path, _, _ in self._queued_persists())
+        self._slots.free_dead(self._workers.alive(), busy, floor)
+        return self._slots.open(worker_id, count, image_bytes, extras_capacity)
+
+    def release_slots(self, worker_id: str, paths: Sequence[str]) -> None:
+        """Give up slots of a worker; paths that are not its own are ignored."""
+        own = set(self._slots.of_worker(worker_id))
+        self._slots.release(path for path in paths if path in own)
+
+    # ---- disk ----
+
+    def persist(self, worker_id: str, path: str, step: int, generation: int) -> None:
+        """Queue a slot that the rank has pinned; its outcome is reported, then it is unpinned.
+
+        Raises UsageError for a path that is not a slot of this worker.
+        """
+        pooled = self._slots.find(path)
+        if pooled is None or pooled.worker_id != worker_id:
+            raise UsageError(message=f"{path} is not a slot of worker {worker_id}.")
+        header = pooled.slot.info()
+        if header.complete and (header.step, header.generation) == (step, generation):
+            self._queue_persist(pooled)
+
+    def publish(self, step: int, generation: int, manifest: bytes) -> None:
+        """Publish a step on this node's disk; durable on return.
+
+        Raises FencedError, CommitConflictError, ManifestError: see DiskTier.publish.
+        """
+        self._check_generation(generation)
+        self._disk.publish(step, generation, manifest)
+
+    def drop(self, steps: Sequence[tuple[int, int]], tier: Tier) -> None:
+        """Delete steps, each (step, generation), from a tier; the manifest of each goes first.
+
+        memory: only slots of dead workers, the living overwrite their own. Raises UsageError for
+        the newest step on disk, StoreError if the object tier fails.
+        """
+        for step, generation in steps:
+            if tier == "memory":
+                self._slots.drop_step(step, generation, self._workers.alive())
+            elif tier == "disk":
+                self._disk.drop(step, generation)
+            else:
+                self._store.delete(manifest_key(step, generation))
+                for key in self._store.list(step_prefix(step, generation)):
+                    self._store.delete(key)
+
+    def inventory(self) -> NodeInventory:
+        """What this node could give to a restore. Reads headers and manifests, no tensor."""
+        memory, refused_memory = self._slots.infos(self._node_id)
+        records, refused_records = self._disk.records()
+        manifests, refused_manifests = self._disk.manifests()
+        served = [info.generation for info in memory] + [r.generation for r in records]
+        return NodeInventory(
+            node_id=self._node_id,
+            memory=tuple(memory),
+            disk=tuple(records),
+            manifests=tuple(manifests),
+            fence=max([self._fence.generation, *served]),
+            refusals=(*refused_memory, *refused_records, *refused_manifests),
+        )
+
+    # ---- object tier ----
+
+    def upload(self, step: int, generation: int, ranks: Sequence[int]) -> None:
+        """Queue the upload of persisted shards; each outcome is reported."""
+        for rank in ranks:
+            task = functools.partial(self._upload, step, generation, rank)
+            if not self._uploads.submit((step, generation, rank), task):
+                self._fail(step, generation, rank, "object", "the upload queue is full")
+
+    # ---- tasks ----
+
+    def _queue_persist(self, pooled: PooledSlot) -> None:
+        header = pooled.slot.info()
+        key = (pooled.slot.path, header.step, header.generation)
+        if not self._persists.submit(key, lambda: self._persist(pooled)):
+            pooled.slot.unpin()
+            reason = "the persist queue is full"
+            self._fail(header.step, header.generation, header.rank, "disk", reason)
+
+    def _persist(self, pooled: PooledSlot) -> None:
+        slot, header = pooled.slot, pooled.slot.info()
+        try:
+            self._check_generation(header.generation)
+            self._report(self._write(pooled))
+        except (StorageError, OSError) as error:
+            self._fail(header.step, header.generation, header.rank, "disk", str(error))
+        finally:
+            slot.unpin()
+
+    def _write(self, pooled: PooledSlot) -> ShardPersisted:
+        return persist_slot(
+            pooled.slot,
+            self._folders.disk,
+            node_id=self._node_id,
+            chunk_bytes=self._config.chunk_bytes,
+            clock=self._clock,
+        )
+
+    def _upload(self, step: int, generation: int, rank: int) -> None:
+        started_s = self._clock()
+        record = self._disk.record(step, generation, rank)
+        if record is None:
+            self._fail(step, generation, rank, "object", "the shard is not whole on this disk")
+            return
+        try:
+            self._uploader.upload(record)
+        except (StorageError, OSError) as error:
+            self._fail(step, generation, rank, "object", str(error))
+            return
+        now_s = self._clock()
+        self._report(
+            ShardUploaded(
+                step=step,
+                generation=generation,
+                rank=rank,
+                node_id=self._node_id,
+                seconds=round(now_s - started_s, 6),
+                at_s=now_s,
+            )
+        )
+
+    def _fail(self, step: int, generation: int, rank: int, tier: Tier, reason: str) -> None:
+        self._report(
+            ShardFailed(
+                step=step,
+                generation=generation,
+                rank=rank,
+                node_id=self._node_id,
+                tier=tier,
+                reason=reason,
+                at_s=self._clock(),
+            )
+        )
+
+    # ---- loops ----
+
+    def _watch_loop(self) -> None:
+        sweep_at_s = self._clock()
+        while not self._closing.is_set():
+            ended = self._watch.poll(WATCH_WAIT_S)
+            for process in ended:
+                self._exited(process)
+            if self._clock() >= sweep_at_s:
+                sweep_at_s = self._clock() + SWEEP_EVERY_S
+                self._sweep_pins()
+
+    def _exited(self, process: ProcessKey) -> None:
+        for entry, last in self._workers.remove(process):
+            self._report(
+                WorkerExited(
+                    worker_id=entry.worker_id,
+                    node_id=self._node_id,
+                    pid=entry.pid,
+                    at_s=self._clock(),
+                    last_step=last.step,
+                    last_phase=last.phase,
+                )
+            )
+
+    def _sweep_pins(self) -> None:
+        """Persist what has been pinned since the last sweep and was never asked for.
+
+        The rank pins first and asks second; when it or its message dies in between, this finds
+        the slot, which else would stay pinned for ever.
+        """
+        queued = {path for path, _, _ in self._queued_persists()}
+        waiting = {p.slot.path: p for p in self._slots.pinned() if p.slot.path not in queued}
+        for path in self._waiting_pins & waiting.keys():
+            self._queue_persist(waiting[path])
+        self._waiting_pins = frozenset(waiting)
+
+    def _log_loop(self) -> None:
+        while not self._closing.wait(LOGS_EVERY_S):
+            self._logs.ship()
+
+    # ---- small things ----
+
+    def _queued_persists(self) -> list[tuple[str, int, int]]:
+        return [key for key in self._persists.pending() if isinstance(key, tuple)]
+
+    def _check_generation(self, generation: int) -> None:
+        newest = self._fence.generation
+        if generation < newest:
+            raise FencedError(what="generation", ours=generation, newest=newest)
+
+    def _kill(self, entry: WorkerEntry) -> None:
+        if not kill_and_wait(entry.pid, entry.start_ticks, KILL_TIMEOUT_S):
+            raise PlatformError(f"worker {entry.worker_id} (pid {entry.pid}) does not die.")
+
+    def _control_page(self) -> ControlPage:
+        if self._control is None:
+            raise UsageError(message="the keeper was not started.")
+        return self._control
+
+    def _crashed(self, thread: str, error: Exception) -> None:
+        self._report(
+            Fact(
+                kind="agent.task_failed",
+                at_s=self._clock(),
+                src=f"agent:{self._node_id}",
+                level="error",
+                data={"thread": thread, "error": f"{type(error).__name__}: {error}"},
+            )
+        )
+
+
+def _remove_tree(path: str, up: int) -> None:
+    """Remove a folder, then up to `up` parents as long as they are empty."""
+    shutil.rmtree(path, ignore_errors=True)
+    for _ in range(up):
+        path = os.path.dirname(path)
+        try:
+            os.rmdir(path)
+        except OSError:
+            return  # another node's or another run's folder is in it
+
+
+def _remove_run_if_last(run_folder: str) -> None:
+    """The last node of a run on this disk also removes what its workers shared."""
+    if os.path.isdir(run_folder) and set(os.listdir(run_folder)) <= set(SHARED_FOLDERS):
+        shutil.rmtree(run_folder, ignore_errors=True)

@@ -1,0 +1,145 @@
+"""From a slot in shared memory to files on this node's disk.
+
+Three files per shard, in this order: the image, its extras, and a record that describes both. The
+record is the shard's own commit: with it the other two are complete and synced, without it they
+are rubbish. It never leaves the node; the manifest repeats what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+
+from relit_platform.facts import ShardPersisted
+from relit_platform.node.slots import Slot, SlotHeader
+from relit_storage.checkpoint.checksum import checksum, chunk_checksums
+from relit_storage.checkpoint.durable import make_dirs, sync_dir, write_file
+from relit_storage.checkpoint.image import parse_header
+from relit_storage.checkpoint.shard import write_shard
+from relit_storage.errors import CommitConflictError, CorruptShardError
+from relit_storage.run.layout import extras_key, manifest_key, shard_key, step_prefix
+
+RECORD_SUFFIX = ".record"
+
+
+def persist_slot(
+    slot: Slot, root: str, *, node_id: str, chunk_bytes: int, clock: Callable[[], float]
+) -> ShardPersisted:
+    """Write a COMPLETE, pinned slot below `root`; durable on return. Blocks for the disk.
+
+    Doing it again is cheap and answers the same. Raises CorruptShardError if the slot holds no
+    whole snapshot or was overwritten meanwhile, CommitConflictError if a published step holds
+    other bytes, OSError if the disk fails; then there is no record of this shard.
+    """
+    started_s = clock()
+    header = slot.info()
+    if not header.complete:
+        raise CorruptShardError(file=slot.path, reason="slot holds no complete snapshot")
+    sequence = slot.sequence()
+    found = read_record(root, header.step, header.generation, header.rank)
+    if found is not None and _same(found, slot):
+        return found
+    _refuse_if_published(root, header)
+    make_dirs(os.path.join(root, step_prefix(header.step, header.generation)))
+    _forget_record(root, header)
+    written = _write_files(slot, header, root, node_id, chunk_bytes)
+    slot.check_unchanged(sequence)
+    now_s = clock()
+    written = dataclasses.replace(written, seconds=round(now_s - started_s, 6), at_s=now_s)
+    record = json.dumps(dataclasses.asdict(written), sort_keys=True).encode()
+    write_file(record_path(root, header.step, header.generation, header.rank), [record])
+    return written
+
+
+def record_path(root: str, step: int, generation: int, rank: int) -> str:
+    """Where the record of a shard lies."""
+    return os.path.join(root, extras_key(step, generation, rank)[: -len(".json")] + RECORD_SUFFIX)
+
+
+def read_record(root: str, step: int, generation: int, rank: int) -> ShardPersisted | None:
+    """The record of a shard whose files are there with the right sizes, else None."""
+    try:
+        return load_record(root, record_path(root, step, generation, rank))
+    except (FileNotFoundError, CorruptShardError):
+        return None
+
+
+def load_record(root: str, path: str) -> ShardPersisted:
+    """Parse a record and look at its files. Raises CorruptShardError with the reason."""
+    try:
+        with open(path, "rb") as file:
+            fields = json.loads(file.read().decode())
+        fields["checksums"] = tuple(fields["checksums"])
+        fields["tensors"] = tuple(fields["tensors"])
+        record = ShardPersisted(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptShardError(file=path, reason=f"record does not parse: {error}") from error
+    _check_place(record, root, path)
+    for name, size in ((record.file, record.num_bytes), (record.extras_file, record.extras_bytes)):
+        full = os.path.join(root, name)
+        found = os.stat(full).st_size if os.path.exists(full) else None
+        if found != size:
+            reason = "is missing" if found is None else f"{found} bytes, expected {size}"
+            raise CorruptShardError(file=full, reason=reason)
+    return record
+
+
+def _check_place(record: ShardPersisted, root: str, path: str) -> None:
+    place = record.step, record.generation, record.rank
+    names = (shard_key(*place), extras_key(*place))
+    if (record.file, record.extras_file) != names or record_path(root, *place) != path:
+        raise CorruptShardError(file=path, reason="record of another shard")
+
+
+def _same(record: ShardPersisted, slot: Slot) -> bool:
+    """Does the slot hold the bytes of the record? Costs one hash of the slot, no read of disk."""
+    return (
+        record.num_bytes == slot.info().image_bytes
+        and record.checksums == chunk_checksums(slot.image, record.chunk_bytes)
+        and record.extras_checksum == checksum(slot.read_extras())
+    )
+
+
+def _refuse_if_published(root: str, header: SlotHeader) -> None:
+    key = manifest_key(header.step, header.generation)
+    if os.path.exists(os.path.join(root, key)):
+        raise CommitConflictError(step=header.step, key=key)
+
+
+def _forget_record(root: str, header: SlotHeader) -> None:
+    """A record must not outlive the bytes it describes, so it goes before they are replaced."""
+    path = record_path(root, header.step, header.generation, header.rank)
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    sync_dir(os.path.dirname(path))
+
+
+def _write_files(
+    slot: Slot, header: SlotHeader, root: str, node_id: str, chunk_bytes: int
+) -> ShardPersisted:
+    place = header.step, header.generation, header.rank
+    layout = parse_header(slot.image, header.image_bytes, slot.path)
+    extras = slot.read_extras()
+    shard = write_shard(os.path.join(root, shard_key(*place)), slot.image, chunk_bytes)
+    write_file(os.path.join(root, extras_key(*place)), [extras])
+    return ShardPersisted(
+        step=header.step,
+        generation=header.generation,
+        rank=header.rank,
+        world=header.world,
+        node_id=node_id,
+        file=shard_key(*place),
+        num_bytes=shard.num_bytes,
+        chunk_bytes=shard.chunk_bytes,
+        checksums=shard.checksums,
+        extras_file=extras_key(*place),
+        extras_bytes=len(extras),
+        extras_checksum=checksum(extras),
+        tensors=layout.index(),
+        seconds=0.0,
+        at_s=0.0,
+    )
