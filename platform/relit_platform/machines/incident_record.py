@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from relit_platform.machines.incident_state import PHASES, Evidence, OpenIncident
@@ -75,7 +76,7 @@ def split(found: OpenIncident, began_s: float, end_s: float) -> dict[str, float]
     ordered = [began_s]
     for mark in [*marks, end_s]:
         ordered.append(min(max(mark, ordered[-1]), end_s))
-    lengths = [round(b - a, 6) for a, b in zip(ordered, ordered[1:], strict=False)]
+    lengths = [round(b - a, 6) for a, b in itertools.pairwise(ordered)]
     detect, wait, planning, entering, replay = lengths
     loading = min(found.restore_s, entering)
     return {
