@@ -17,6 +17,7 @@ host, it removes a healthy run's placement group (research: ray-train.md section
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,13 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 CLEANER = "PlacementGroupCleanerCallback"
+SETTINGS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # a dead worker is replaced that much sooner
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",  # the run directory is the record, not the head node
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # the user's relative paths mean what they mean elsewhere
+}
 
 
 class ReplicaBackend(Backend):  # type: ignore[misc]
@@ -131,6 +139,8 @@ def fit(request: FitRequest) -> list[str]:
     when our policy gave up, `ControllerError` when the controller could not go on, and
     `RayActorError` when the controller died.
     """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     resources = {"CPU": request.cpus_per_worker}
     if request.gpus_per_worker:
         resources["GPU"] = request.gpus_per_worker

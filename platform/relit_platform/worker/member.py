@@ -114,8 +114,10 @@ class Member:
                 return False
             try:
                 self._form(assignment)
+                began_s = time.monotonic()
                 self._take_state(assignment, objects)
                 self._agree(objects)
+                restore_s = time.monotonic() - began_s
             except CollectiveBrokenError as broken:
                 fault = self._fault("collective", str(broken))
                 continue
@@ -124,7 +126,7 @@ class Member:
                 continue
             assert self._group is not None
             sync.attach(self._group)
-            self._entered(assignment)
+            self._entered(assignment, restore_s)
             return True
 
     def leave(self) -> None:
@@ -229,7 +231,7 @@ class Member:
         agree(self._group, {"step": self.step, "state digest": state_digest(tensors)})
         self._holds = True
 
-    def _entered(self, assignment: Assignment) -> None:
+    def _entered(self, assignment: Assignment, restore_s: float) -> None:
         first = not self.entered
         self.entered = True
         self._recorder.manager.send(
@@ -247,6 +249,7 @@ class Member:
                     "newcomer": first,
                     "source": assignment.source.kind,
                     "rank": self.rank,
+                    "restore_s": restore_s,
                 },
             ),
         )
