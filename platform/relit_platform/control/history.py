@@ -1,0 +1,65 @@
+"""What a new supervisor life learns from the run directory: all of it, from the events alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from relit_storage.run.event_log import read_events, read_rows
+from relit_storage.stores.protocol import ObjectStore
+
+from relit_platform.facts import RunHistory
+
+
+@dataclass(slots=True)
+class History:
+    """A fold of the event log, kept up to date by `add`. Times are Unix seconds.
+
+    acked: keys of commands that were obeyed already, in this life or an earlier one.
+    """
+
+    started_at_s: float = 0.0
+    generation: int = 0
+    last_row_step: int = 0
+    recoveries: int = 0
+    lineage: list[tuple[int, int]] = field(default_factory=list)
+    acked: set[str] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, store: ObjectStore) -> History:
+        """Read every event and row of the run; blocks on the store."""
+        history = cls()
+        for event in read_events(store):
+            history.add(event)
+        rows = read_rows(store)
+        history.last_row_step = int(rows[-1]["step"]) if rows else 0
+        history.started_at_s = history.started_at_s or time.time()
+        return history
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Fold one event in."""
+        data = event.get("data") or {}
+        if not self.started_at_s and event.get("t") is not None:
+            self.started_at_s = time.time() - float(event["t"])
+        kind = event["kind"]
+        if kind == "generation.formed":
+            generation = int(event.get("gen") or data.get("generation") or 0)
+            self.generation = max(self.generation, generation)
+            start = data.get("start_step", data.get("step", event.get("step")))
+            if start is not None and generation not in [g for g, _ in self.lineage]:
+                self.lineage.append((generation, int(start)))
+        elif kind == "incident.closed":
+            self.recoveries += 1
+        elif kind == "control.acked":
+            self.acked.add(str(data.get("command")))
+
+    def for_manager(self) -> RunHistory:
+        """The part that the manager needs to begin an epoch."""
+        return RunHistory(
+            generation=self.generation,
+            last_row_step=self.last_row_step,
+            recoveries=self.recoveries,
+            lineage=tuple(sorted(self.lineage)),
+        )

@@ -1,0 +1,302 @@
+"""The supervisor's second thread: everything that flows into the run directory flows through here.
+
+    manager.drain() -> events, metric rows, incidents, status.json, Ray metrics, lease, commands
+
+The supervisor holds the lease, so it is the one writer. A store that is slow or away never holds
+training up: what could not be written stays in bounded buffers and is tried again at the next
+tick; the manager keeps what was not drained. A manager that was re-created is told the epoch again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from relit_storage.errors import FencedError, ObjectMissingError, StoreError
+from relit_storage.run import layout
+from relit_storage.run.event_log import EventWriter, RowWriter
+from relit_storage.run.lease import Lease
+from relit_storage.stores.protocol import ObjectStore
+
+from relit_platform.control.history import History
+from relit_platform.control.incidents import IncidentLog
+from relit_platform.control.telemetry import Telemetry
+from relit_platform.facts import Drained, Fact
+from relit_platform.run_config import RunConfig
+from relit_platform.worker.manager_client import ManagerClient
+
+TICK_S = 0.2
+STATUS_EVERY_S = 0.5
+COMMANDS_EVERY_S = 1.0
+DRAIN_TIMEOUT_S = 10.0
+
+
+class Pump:
+    """See the module's text. `tick` does one round; `start` runs rounds in a daemon thread."""
+
+    def __init__(
+        self, *, store: ObjectStore, config: RunConfig, manager: ManagerClient, lease: Lease
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._manager = manager
+        self._lease = lease
+        self._history = History.read(store)
+        self._events = self._writer(lease.epoch)
+        self._rows = RowWriter(store, lease.epoch)
+        self._incidents = IncidentLog(store)
+        self._telemetry = Telemetry(config.run_id)
+        self._lock = threading.RLock()
+        self._halt = threading.Event()
+        self._after = 0
+        self._manager_pid = 0
+        self._state = "PENDING"
+        self._reason = ""
+        self._status: dict[str, Any] = {}
+        self._next_s = {"status": 0.0, "commands": 0.0, "lease": 0.0}
+        self._stopping = ""
+        self._thread: threading.Thread | None = None
+        self.fenced = 0  # the epoch that has taken over, if one has
+
+    # ---- the supervisor's side ----
+
+    def start(self) -> None:
+        """Begin the rounds."""
+        self._thread = threading.Thread(target=self._loop, name="pump", daemon=True)
+        self._thread.start()
+
+    def history(self) -> Any:
+        """What the run directory knows, for the manager's start_epoch."""
+        return self._history.for_manager()
+
+    def fact(self, fact: Fact) -> None:
+        """Write one of the supervisor's own facts."""
+        with self._lock:
+            self._take(fact)
+
+    def set_state(self, state: str, reason: str = "") -> None:
+        """The state that status.json shows from the next round on."""
+        with self._lock:
+            if (state, reason) != (self._state, self._reason):
+                self._state, self._reason = state, reason
+                self._take(
+                    Fact(
+                        kind="run.state",
+                        at_s=time.time(),
+                        src="supervisor",
+                        data={"state": state, "reason": reason},
+                    )
+                )
+
+    def request_stop(self, reason: str) -> None:
+        """Hand a stop on to the manager; repeated by each round until it is acknowledged."""
+        self._stopping = self._stopping or reason or "stop asked for"
+
+    def new_epoch(self, lease: Lease) -> None:
+        """A new life of the workers under a new lease; segments carry its number from now on."""
+        with self._lock:
+            self._flush(time.time(), force=True)
+            self._lease = lease
+            self._history = History.read(self._store)
+            self._events = self._writer(lease.epoch)
+            self._rows = RowWriter(self._store, lease.epoch)
+
+    def close(self, state: str, reason: str, result: Mapping[str, Any]) -> None:
+        """Drain to the end, write the last events and status, then result.json, last of all."""
+        self._halt.set()
+        if self._thread is not None:
+            self._thread.join(DRAIN_TIMEOUT_S * 2)
+        with self._lock:
+            self._drain()
+            self._incidents.finish(time.time())
+            self.set_state(state, reason)
+            self._until_written(lambda: self._flush(time.time(), force=True))
+            self._until_written(lambda: self._write_status(time.time()))
+            body = {**result, "incidents": self._incidents.count, "status": self._status}
+            self._until_written(lambda: self._store.put(layout.RESULT, _json(body)))
+
+    # ---- a round ----
+
+    def _loop(self) -> None:
+        while not self._halt.wait(TICK_S):
+            try:
+                with self._lock:
+                    self.tick(time.time())
+            except FencedError as fenced:
+                self.fenced = int(fenced.newest)
+                return
+            except StoreError as error:
+                print(f"relit: the store is away, trying again: {error}", flush=True)
+            except ray.exceptions.RayError as error:
+                print(f"relit: the manager is away, trying again: {error}", flush=True)
+
+    def tick(self, now: float) -> None:
+        """One round; raises StoreError or RayError for the caller to log, FencedError to obey."""
+        self._drain()
+        if self._stopping:
+            self._manager.link.send("request_stop", self._stopping)
+        self._flush(now)
+        if self._due("lease", now, self._config.recovery.lease_s / 4):
+            self._lease.renew(now)
+        if self._due("status", now, STATUS_EVERY_S):
+            self._write_status(now)
+        if self._due("commands", now, COMMANDS_EVERY_S):
+            self._read_commands(now)
+
+    def _due(self, what: str, now: float, every_s: float) -> bool:
+        if now < self._next_s[what]:
+            return False
+        self._next_s[what] = now + every_s
+        return True
+
+    def _drain(self) -> None:
+        while True:
+            drained: Drained = self._manager.link.call(
+                "drain", self._after, timeout_s=DRAIN_TIMEOUT_S
+            )
+            self._manager_changed(drained.status)
+            for fact in drained.facts:
+                self._take(fact)
+            for row in drained.rows:
+                self._rows.append(row)
+            if drained.overflow:
+                self._take(
+                    Fact(
+                        kind="log.overflow",
+                        at_s=time.time(),
+                        src="manager",
+                        level="warning",
+                        data={"dropped": drained.overflow},
+                    )
+                )
+            self._after = drained.next
+            self._status = dict(drained.status)
+            if not drained.more:
+                return
+
+    def _manager_changed(self, status: Mapping[str, Any]) -> None:
+        pid = int(status.get("manager_pid") or 0)
+        if self._manager_pid and pid != self._manager_pid:
+            self._after = 0
+            self._take(
+                Fact(
+                    kind="manager.restarted",
+                    at_s=time.time(),
+                    src="supervisor",
+                    level="warning",
+                    data={"pid": pid, "was": self._manager_pid},
+                )
+            )
+        if status.get("epoch") != self._lease.epoch:
+            self._manager.link.call("start_epoch", self._lease.epoch, self._history.for_manager())
+        self._manager_pid = pid
+
+    def _take(self, fact: Fact) -> None:
+        event = self._events.append(asdict(fact))
+        self._history.add(event)
+        for record in self._incidents.add(fact):
+            self._telemetry.incident(record)
+            self._events.append(
+                {
+                    "kind": "incident.closed",
+                    "at_s": time.time(),
+                    "src": "supervisor",
+                    "generation": fact.generation,
+                    "step": fact.step,
+                    "level": "warning",
+                    "data": {"id": record.get("id"), "headline": record.get("headline")},
+                }
+            )
+
+    def _flush(self, now: float, *, force: bool = False) -> None:
+        if force or self._events.due(now):
+            self._events.flush(now)
+        if force or self._rows.due(now):
+            self._rows.flush(now)
+        self._incidents.flush()
+
+    def _write_status(self, now: float) -> None:
+        """status.json: what a reader without the cluster knows of the live run."""
+        state = self._state
+        if state == "RUNNING" and self._stopping:
+            state = "STOPPING"
+        elif state == "RUNNING" and self._status.get("phase") not in (None, "running", "done"):
+            state = "RECOVERING" if self._status.get("generation") else "PENDING"
+        body = {
+            **self._status,
+            "state": state,
+            "reason": self._reason,
+            "run_id": self._config.run_id,
+            "name": self._config.name,
+            "owner": self._config.owner,
+            "epoch": self._lease.epoch,
+            "recoveries": self._incidents.count,
+            "last_incident": self._incidents.last_headline,
+            "supervisor_pid": os.getpid(),
+            "updated_at_s": now,
+        }
+        self._status = body
+        self._telemetry.update(body)
+        self._store.put(layout.STATUS, _json(body))
+
+    def _read_commands(self, now: float) -> None:
+        """Obey each command once; a stop that a later resume has overtaken is only acknowledged."""
+        keys = {number: key for key in self._store.list("control/") if (number := _number(key))}
+        resumed = max((n for n, key in keys.items() if _verb(key) == "resume"), default=0)
+        for number, key in sorted(keys.items()):
+            if key in self._history.acked:
+                continue
+            if _verb(key) == "stop" and number > resumed:
+                self.request_stop(self._reason_of(key))
+            self._take(
+                Fact(
+                    kind="control.acked",
+                    at_s=now,
+                    src="supervisor",
+                    data={"command": key, "verb": _verb(key)},
+                )
+            )
+
+    def _reason_of(self, key: str) -> str:
+        try:
+            return str(json.loads(self._store.get(key)).get("reason") or "stop asked for")
+        except (ValueError, AttributeError, ObjectMissingError):
+            return "stop asked for"
+
+    # ---- writing ----
+
+    def _writer(self, epoch: int) -> EventWriter:
+        return EventWriter(
+            self._store, self._config.run_id, epoch, self._history.started_at_s or time.time()
+        )
+
+    def _until_written(self, write: Callable[[], Any]) -> None:
+        """The last words are worth waiting for: up to two minutes of a store that is away."""
+        deadline_s = time.monotonic() + 120.0
+        while True:
+            try:
+                write()
+                return
+            except StoreError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(1.0)
+
+
+def _number(key: str) -> int:
+    head = key.removeprefix("control/").split("-", 1)[0]
+    return int(head) if head.isdigit() else 0
+
+
+def _verb(key: str) -> str:
+    return key.rsplit("-", 1)[-1].removesuffix(".json")
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True).encode()
