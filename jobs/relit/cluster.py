@@ -77,7 +77,7 @@ def ensure_cluster(address: str | None = None) -> ClusterInfo:
     ClusterUnreachableError for a named cluster that does not answer, ClusterStartError for a
     local one that does not come up.
     """
-    named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    named = cluster_named(address)
     if named:
         return _named_cluster(named)
     with cluster_lock(START_TIMEOUT_S):
@@ -86,6 +86,12 @@ def ensure_cluster(address: str | None = None) -> ClusterInfo:
         if found:
             return found
         return _start_keeper()
+
+
+def cluster_named(address: str | None) -> str:
+    """The address given, or the environment's, or '' for the local cluster."""
+    environ = os.environ
+    return address or environ.get("RAY_API_SERVER_ADDRESS") or environ.get("RAY_ADDRESS") or ""
 
 
 def local_cluster() -> ClusterInfo | None:
@@ -110,13 +116,13 @@ def stop_local_cluster(timeout_s: float = 60.0) -> bool:
     return True
 
 
-def set_auth_mode(info: ClusterInfo) -> None:
+def set_auth_mode(local: bool) -> None:
     """Set RAY_AUTH_MODE for this process, before ray is imported; the user's choice stays.
 
     Also RAY_USAGE_STATS_ENABLED=0: nothing is reported to anybody.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if info.local:
+    if local:
         os.environ["RAY_AUTH_MODE"] = "disabled"
         return
     has_token = any(os.environ.get(f"RAY_AUTH_TOKEN{end}") for end in ("", "_PATH"))

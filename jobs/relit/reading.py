@@ -12,12 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from relit.run_state import RunFiles, derive_state
-from relit.segment_cache import SegmentCache
 from relit_platform.run_config import RunConfig
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.errors import ObjectMissingError
 from relit_storage.run import layout
-from relit_storage.run.event_log import read_events, read_rows
+from relit_storage.run.event_log import EventReader, read_events, read_rows
 from relit_storage.run.lease import read_lease
 from relit_storage.stores.prefixed import PrefixedStore
 from relit_storage.stores.protocol import ObjectStore
@@ -32,7 +31,7 @@ class RunReader:
         self, store: ObjectStore, run_key: str, clock: Callable[[], float] = time.time
     ) -> None:
         self.run_key = run_key
-        self.store: ObjectStore = SegmentCache(PrefixedStore(store, run_key))
+        self.store: ObjectStore = PrefixedStore(store, run_key)
         self._clock = clock
 
     @property
@@ -43,6 +42,15 @@ class RunReader:
     def exists(self) -> bool:
         """True once a submit has claimed this run id."""
         return self.store.size(layout.CONFIG) is not None
+
+    def never_driven(self) -> bool:
+        """True if no supervisor has ever taken this run's lease."""
+        return read_lease(self.store) is None
+
+    def is_driven(self) -> bool:
+        """True while a supervisor's lease is in force."""
+        lease = read_lease(self.store)
+        return lease is not None and lease.in_force(self._clock())
 
     def config(self) -> RunConfig | None:
         """The resolved configuration of the newest attempt; None before it is written."""
@@ -83,6 +91,10 @@ class RunReader:
     def events(self, since: int = 0) -> list[Json]:
         """Events with a sequence number above `since`, in order."""
         return read_events(self.store, since)
+
+    def follower(self) -> EventReader:
+        """Each `poll()` of it returns the events that are new; for following a live run."""
+        return EventReader(self.store)
 
     def rows(self) -> list[Json]:
         """Committed metric rows, one for each step, in order."""

@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from relit_storage.run.lease import MARGIN_S
+
 PENDING, LOST = "PENDING", "LOST"
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED", "FAILED_SETUP"})
 START_GRACE_S = 180.0  # from the submit of a job to the supervisor's lease: cluster start, queueing
-LEASE_MARGIN_S = 5.0  # clocks of two machines may differ by this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ def derive_state(files: RunFiles, run_id: str, now: float) -> tuple[str, str]:
     """(state, reason) at wall time `now` in Unix seconds."""
     if files.result is not None:
         return str(files.result.get("state", "FAILED")), str(files.result.get("reason") or "")
-    if files.lease_until_s is not None and files.lease_until_s + LEASE_MARGIN_S > now:
+    if files.lease_until_s is not None and files.lease_until_s + MARGIN_S > now:
         return _live_state(files)
     submitted_s = float((files.attempt or {}).get("at_s", 0.0))
     if now - submitted_s < START_GRACE_S and submitted_s > (files.lease_until_s or 0.0):

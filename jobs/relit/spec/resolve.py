@@ -33,16 +33,29 @@ def resolve(spec: JobSpec) -> tuple[RunConfig, CodeSnapshot]:
     spec.check_secrets()
     entry = find_entry(spec)
     code = snapshot(entry, spec.env.exclude)
-    run_id = spec.run_id or new_run_id(spec.name)
-    config = RunConfig(
+    config = build_config(
+        spec,
+        run_id=spec.run_id or new_run_id(spec.name),
+        entry=entry.text,
+        code_key=code.key,
+        code_sha=code.sha,
+    )
+    return config, code
+
+
+def build_config(
+    spec: JobSpec, *, run_id: str, entry: str, code_key: str, code_sha: str
+) -> RunConfig:
+    """The plain form of a specification whose code is known; pure but for the user's name."""
+    return RunConfig(
         run_id=run_id,
         name=spec.name,
         experiment=spec.experiment,
         store=absolute_store(spec.store),
         run_key=f"{spec.experiment}/{run_id}",
-        entry=entry.text,
-        code_key=code.key,
-        code_sha=code.sha,
+        entry=entry,
+        code_key=code_key,
+        code_sha=code_sha,
         config=dict(spec.config),
         config_sha=config_sha(spec),
         owner=spec.owner or login_name(),
@@ -55,7 +68,6 @@ def resolve(spec: JobSpec) -> tuple[RunConfig, CodeSnapshot]:
         faults=tuple(dict(fault) for fault in spec.faults),
         tags=dict(spec.tags),
     )
-    return config, code
 
 
 def config_sha(spec: JobSpec) -> str:

@@ -90,10 +90,7 @@ def command_key(number: int, verb: str) -> str:
 
 
 def attempt_key(number: int) -> str:
-    """One submit or resume: {n, submission_id, at_s, owner, after_command, changes, allow}.
-
-    Commands numbered up to `after_command` were given to earlier attempts.
-    """
+    """One submit or resume: {n, submission_id, at_s, owner, changes, allow}."""
     return f"{ATTEMPT_PREFIX}{number:06d}.json"
 
 

@@ -1,0 +1,91 @@
+"""Make a run that is over, or lost, ready to go on under its own id."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from relit import drift, run_writer
+from relit.commands import send_command
+from relit.errors import BadInputError, RunFinishedError
+from relit.reading import RunReader
+from relit.run_state import LOST
+from relit.spec import files
+from relit.spec.model import JobSpec
+from relit.spec.resolve import build_config, resolve
+from relit_platform.run_config import RunConfig
+from relit_storage.run import layout
+
+_DRIFT_NAMES = ("config", "code", "data")
+_RESUMABLE = frozenset({"STOPPED", "FAILED", "FAILED_SETUP", LOST})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Continuation:
+    """What the next attempt runs, and how it differs from what ran before."""
+
+    config: RunConfig
+    changes: drift.Changes
+
+
+def resume_run(
+    reader: RunReader,
+    *,
+    spec: JobSpec | None = None,
+    overrides: Sequence[str] = (),
+    allow: Sequence[str] = (),
+) -> Continuation:
+    """Check, write the configuration of the next attempt, and make the run live again.
+
+    The "resume" command overtakes every earlier stop; the old result.json moves aside last, since
+    from then on a supervisor may start. Raises RunFinishedError, DriftError, SpecError.
+    """
+    for name in allow:
+        if name not in _DRIFT_NAMES:
+            raise BadInputError(f"allow {name!r} is none of {', '.join(_DRIFT_NAMES)}.")
+    status = reader.status()
+    if status["state"] not in _RESUMABLE:
+        raise RunFinishedError(run=reader.run_id, state=status["state"], verb="resume")
+    old = reader.config()
+    if old is None:
+        raise BadInputError(f"run {reader.run_id} was never wholly submitted; submit it again.")
+    plan = _plan(reader, old, spec, overrides, allow)
+    config = dataclasses.replace(plan.config, allow_drift=tuple(sorted(set(allow))))
+    reader.store.put(layout.RESOLVED, run_writer.to_json(config.to_json()))
+    send_command(reader.store, "resume", "resume asked for", time.time())
+    result = reader.result()
+    if result is not None:
+        run_writer.archive_result(reader.store, result, len(reader.attempts()))
+    return Continuation(config, plan.changes)
+
+
+def _plan(
+    reader: RunReader,
+    old: RunConfig,
+    spec: JobSpec | None,
+    overrides: Sequence[str],
+    allow: Sequence[str],
+) -> Continuation:
+    if spec is None and not overrides:
+        return Continuation(old, {})
+    stored = drift.stored_spec(reader)
+    fixed = {"run_id": old.run_id, "experiment": old.experiment, "store": old.store}
+    wanted = files.override(spec or stored, overrides).model_copy(update=fixed)
+    changes = stored.diff(wanted)
+    drift.check_config(changes, allowed="config" in allow)
+    if spec is None and wanted.entry == stored.entry:
+        # The run's own code, whatever the working tree looks like now.
+        config = build_config(
+            wanted,
+            run_id=old.run_id,
+            entry=old.entry,
+            code_key=old.code_key,
+            code_sha=old.code_sha,
+        )
+    else:
+        config, code = resolve(wanted)
+        drift.check_code(reader, old, code, allowed="code" in allow)
+        reader.store.put_if_absent(config.code_key, code.data)
+    reader.store.put(layout.CONFIG, files.to_yaml(wanted).encode())
+    return Continuation(config, changes)
