@@ -29,16 +29,18 @@ def slugs(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
+def anchors(there: Path, file: str, text: str) -> set[str]:
+    return slugs(there.read_text() if file else text)
+
+
 def broken_links(path: Path, text: str) -> list[str]:
     found = []
     for target in LINK.findall(without_code(text)):
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
-        there = path if not file else (path.parent / file).resolve()
-        if not there.exists() or (
-            anchor and there.suffix == ".md" and anchor not in slugs(there.read_text())
-        ):
+        there = (path.parent / file).resolve()
+        if not there.exists() or (anchor and anchor not in anchors(there, file, text)):
             found.append(target)
     return found
 

@@ -33,7 +33,7 @@ class PlainRun:
             yield {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: torch.optim.Optimizer, *, loss: torch.Tensor) -> None:
         optimizer.step()

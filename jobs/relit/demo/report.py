@@ -81,7 +81,7 @@ class DemoReport:
         if self.value.get("sample"):
             console.print(Panel(Text(str(self.value["sample"])), title="generated", width=80))
         console.print(Text(f"Run directory: {self.run_directory}"), soft_wrap=True)
-        console.print(Text(f"Look around:   relit status {self.run_id}", style="dim"))
+        console.print(Text(f"Look around:   relit status {self.run_directory}", style="dim"))
 
     def _print_incidents(self, console: Console) -> None:
         missed = self.planned_kills - len(self.kills)

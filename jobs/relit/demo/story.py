@@ -43,7 +43,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
     data = prepare(home / "data", console.print)
     spec = make_spec(options, data, name="gpt-lm-stdlib")
     faults = plan_faults(options.steps, options.workers) if options.faults else ()
-    run, seen = _train(spec, options.steps, console, "with failures" if faults else "run", faults)
+    title = "with failures" if faults else "undisturbed"
+    run, seen = _train(spec, options, console, title, faults)
     undisturbed, comparison = None, None
     if seen.state == "SUCCEEDED" and faults:
         undisturbed = _undisturbed(options, data, home / "twins", console)
@@ -62,7 +63,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
         planned_kills=len(faults),
         incidents=tuple(run.incidents()),
         comparison=comparison,
-        twin=undisturbed and undisturbed.source,
+        twin=undisturbed.source if undisturbed else None,
         twin_state=undisturbed.state if undisturbed else "SUCCEEDED",
     )
 
@@ -82,17 +83,19 @@ def make_spec(options: DemoOptions, data: DemoData, name: str) -> relit.JobSpec:
         "scaling": {"workers": options.workers},
         "env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
     }
-    if options.store is not None:
-        fields["store"] = options.store
     return relit.JobSpec.parse(fields, "the demo")
 
 
 def _train(
-    spec: relit.JobSpec, steps: int, console: Console, title: str, faults: Sequence[Fault]
+    spec: relit.JobSpec,
+    options: DemoOptions,
+    console: Console,
+    title: str,
+    faults: Sequence[Fault],
 ) -> tuple[relit.JobHandle, Watched]:
-    with RunDisplay(console, title, steps) as display:
-        display.say(f"Submitting {spec.name}: {spec.scaling.workers} ranks, {steps} steps")
-        run = relit.submit(spec)
+    with RunDisplay(console, title, options.steps) as display:
+        display.say(f"Submitting {spec.name}: {options.workers} ranks, {options.steps} steps")
+        run = relit.Client(store=options.store).submit(spec)
         cluster = local_cluster()
         if cluster is not None:
             display.say(f"Ray's dashboard: {cluster.dashboard_url}")
@@ -118,7 +121,7 @@ def _undisturbed(
     cached = twin.load_losses(folder, key)
     if cached is not None:
         return _Undisturbed(losses=cached, source=f"cached in {folder / key}.json")
-    run, seen = _train(spec, options.steps, console, "undisturbed twin", ())
+    run, seen = _train(spec, options, console, "undisturbed twin", ())
     if seen.state != "SUCCEEDED":
         return _Undisturbed(losses=None, source=f"run {run.id}", state=seen.state)
     losses = losses_of(run.metrics())

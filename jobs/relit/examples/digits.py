@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from relit_storage.data.table import TableDataset
 from torch import Tensor, nn
 from torch.nn import functional
+
+from relit_storage.data.table import TableDataset
 
 if TYPE_CHECKING:
     from relit_platform.worker.context import RankContext
@@ -88,7 +89,7 @@ def train(run: RankContext, cfg: dict[str, Any]) -> dict[str, Any]:
 def accuracy(model: Net, path: str) -> float:
     """The share of right answers over the test file, drop-out off."""
     test = TableDataset.open(path)
-    rows = [test.read(block, range(n)) for block, n in enumerate(test.rows_per_block)]
+    rows = [test.read(block, np.arange(n)) for block, n in enumerate(test.rows_per_block)]
     pixels = torch.from_numpy(np.concatenate([row["x"] for row in rows]))
     labels = torch.from_numpy(np.concatenate([row["y"] for row in rows]))
     model.eval()
