@@ -1,20 +1,24 @@
 """Sum of gradients over the ranks of a generation, overlapped with the backward pass.
 
-Gradients are views of flat buckets. A bucket's all-reduce starts from the post-accumulate hook
-of its last parameter, always in the same bucket order on every rank; the last bucket, which
-cannot overlap with anything, starts in `finish` and needs no hooks. So a small model, whose
-gradients fit one bucket, pays no Python call per parameter. The group can be changed at any
-boundary; that is what DistributedDataParallel cannot do.
+After the backward pass gradients are views of flat buckets. A bucket's all-reduce starts from
+the post-accumulate hook of its last parameter, always in the same bucket order on every rank;
+the last bucket, which cannot overlap with anything, starts in `finish`. So a small model, whose
+gradients fit one bucket, pays no Python call per parameter and one collective a step: the
+control values travel in the same buffer. The group can be changed at any boundary;
+that is what DistributedDataParallel cannot do.
 
     sync.attach(group)                      at every new generation
     for each micro-batch:
-        sync.begin(sync=is_last)            sync.control is sent from here
+        sync.begin(sync=is_last)
         loss.backward()
+    sync.control[0] = ...                   until finish
     sync.finish()                           gradients and control are sums over all ranks
     optimizer.step(); sync.zero()
 
 The sum is not divided: ranks weight their losses by samples before the backward pass. For one
 world size the order of additions is fixed, so results are bit-identical from run to run.
+Gradients begin a step as None, so that autograd hands over its own tensors instead of adding to
+zeros; they are copied into the bucket just before it is sent.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
@@ -30,12 +35,15 @@ from torch.utils.hooks import RemovableHandle
 from relit_platform.errors import CollectiveBrokenError, UsageError
 from relit_platform.worker.process_group import Group
 
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 8 << 20  # best of 2-25 MiB on two gloo ranks: benchmarks/gradient_sync.py
 CONTROL_VALUES = 8
+# From this size on a gradient is copied when it arrives: it is in the cache then, and its memory
+# is free for the next one. Below it, the Python call costs more than the copy.
+_COPY_AT_ONCE_BYTES = 256 << 10
 
 
 class _Bucket:
-    """Parameters of one dtype and device whose gradients lie in one flat tensor."""
+    """Parameters of one dtype and device whose gradients are sent as one flat tensor."""
 
     __slots__ = ("flat", "missing", "pairs", "params", "started")
 
@@ -46,29 +54,88 @@ class _Bucket:
         self.missing = len(params)
         self.started = False
 
-    def allocate(self) -> None:
-        """A new flat tensor of zeros, and the gradients as its views."""
+    @property
+    def num_values(self) -> int:
+        """Gradient values in the bucket; `flat` may be longer."""
+        return sum(param.numel() for param in self.params)
+
+    def allocate(self, tail: int) -> None:
+        """A new flat tensor of zeros with room for `tail` more values; gradients become None."""
         first = self.params[0]
-        count = sum(param.numel() for param in self.params)
-        self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(self.num_values + tail, dtype=first.dtype, device=first.device)
         self.pairs, start = [], 0
         for param in self.params:
             view = self.flat[start : start + param.numel()].view_as(param)
             self.pairs.append((param, view))
-            param.grad = view
+            param.grad = None
             start += param.numel()
 
     def adopt(self) -> None:
-        """Make each gradient a view again that the user's loop set to None or replaced."""
+        """Copy gradients that autograd made into their views, and make the views the gradients."""
+        views, grads = [], []
         for param, view in self.pairs:
             grad = param.grad
-            if grad is view:
+            if grad is view or grad is None:
                 continue
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad.detach())
+            views.append(view)
+            grads.append(grad)
             param.grad = view
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, grads)
+
+    def adopt_one(self, index: int) -> None:
+        """The same for one parameter, while its gradient is still in the processor's cache."""
+        param, view = self.pairs[index]
+        grad = param.grad
+        if grad is not view and grad is not None:
+            with torch.no_grad():
+                view.copy_(grad)
+            param.grad = view
+
+    def complete(self) -> None:
+        """All gradients are views; a parameter without a gradient counts as zeros."""
+        self.adopt()
+        for param, view in self.pairs:
+            if param.grad is None:
+                view.zero_()
+                param.grad = view
+
+    def clear(self) -> None:
+        """All gradients are None, and the next backward pass begins a new sum."""
+        for param in self.params:
+            param.grad = None
+
+
+class _PackedControl:
+    """float64 control values inside a float32 buffer whose elements are summed over ranks.
+
+    Each rank has a place of its own, where the others add zeros: so every rank gets every
+    rank's values exactly, as high and low halves (48 bits of mantissa; values beyond float32's
+    range become infinite), and adds them up in float64 in the order of ranks.
+    """
+
+    def __init__(self, room: Tensor, rank: int, world: int) -> None:
+        self._places = room.numpy().reshape(world, 2, CONTROL_VALUES)
+        self._rank = rank
+
+    @staticmethod
+    def num_values(world: int) -> int:
+        """Elements of the buffer that `world` ranks need."""
+        return world * 2 * CONTROL_VALUES
+
+    def write(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Put this rank's values into the buffer, before the collective."""
+        self._places[:] = 0.0
+        with np.errstate(all="ignore"):
+            high = values.astype(np.float32)
+            low = values - high
+        low[~np.isfinite(low)] = 0.0
+        self._places[self._rank] = high, low
+
+    def read(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Take the sum over ranks out of the buffer, after the collective."""
+        values[:] = self._places.astype(np.float64).sum(axis=1).sum(axis=0)
 
 
 class GradientSync:
@@ -86,6 +153,8 @@ class GradientSync:
         self._hooks: list[RemovableHandle] = []
         self._group: Group | None = None
         self._control = torch.zeros(CONTROL_VALUES, dtype=torch.float64)
+        self._packed: _PackedControl | None = None
+        self._tail = 0  # elements of the last bucket that hold control values
         self._works: list[Work | None] = []
         self._next = 0  # index of the next bucket to start
         self._armed = False
@@ -95,29 +164,35 @@ class GradientSync:
     def control(self) -> Tensor:
         """A float64 vector of CONTROL_VALUES that travels with the gradients.
 
-        Written before `begin(sync=True)`, the sum over all ranks after `finish`. Fetch it anew
-        each step: `reset` replaces it.
+        Written before `finish`, the sum over all ranks after it. Fetch it anew each step:
+        `reset` replaces it.
         """
         return self._control
 
     @property
     def num_buckets(self) -> int:
-        """All-reduces a step, the control vector's aside; 0 before the first `attach`."""
+        """Gradient all-reduces a step; 0 before the first `attach`."""
         return len(self._buckets)
 
     def attach(self, group: Group) -> None:
         """Use this group from now on.
 
-        The first call lays out the buckets and takes over the gradients (zeros). Call at a
-        boundary, after `reset` if the last step was abandoned.
+        The first call lays out the buckets and takes over the gradients. Call at a boundary,
+        after `reset` if the last step was abandoned.
         """
         if not self._buckets:
             self._buckets = _plan(self._params, self._bucket_bytes)
-            for bucket in self._buckets:
-                bucket.allocate()
-            for bucket in self._buckets[:-1]:
-                self._hook(bucket)
+            self._hook_all()
         self._group = group
+        tail = _PackedControl.num_values(group.world) if self._packable(group) else 0
+        if tail != self._tail or not all(bucket.pairs for bucket in self._buckets):
+            self._tail = tail
+            self._allocate()
+        if tail:
+            room = self._buckets[-1].flat[-tail:]
+            self._packed = _PackedControl(room, group.rank, group.world)
+        else:
+            self._packed = None
         self._rearm(sync=False)
 
     def detach(self) -> None:
@@ -125,19 +200,17 @@ class GradientSync:
         for handle in self._hooks:
             handle.remove()
         self._hooks, self._buckets, self._group = [], [], None
+        self._packed, self._tail = None, 0
         self._rearm(sync=False)
 
     def begin(self, sync: bool) -> None:
         """Call before each backward pass; sync is True for the last micro-batch of a step only.
 
-        Sends `control` then. Costs a few microseconds, and tolerates gradients that the user's
-        loop set to None.
+        Costs microseconds. Gradients that the user's loop set to None are tolerated.
         """
         for bucket in self._buckets:
             bucket.adopt()
         self._rearm(sync)
-        if sync:
-            self._send_control()
 
     def finish(self) -> None:
         """Start what is left, wait for all; gradients and `control` are then sums over ranks.
@@ -147,50 +220,48 @@ class GradientSync:
         """
         group = self._attached()
         self._armed = False
-        if group.world == 1:
-            for bucket in self._buckets:
-                bucket.adopt()
-            return
-        if not self._works and self._error is None:
-            self._send_control()
-        while self._next < len(self._buckets) and self._error is None:
+        if self._packed is not None:
+            self._packed.write(self._control.numpy())
+        while self._next < len(self._buckets):
             self._start_next(group)
-        for work in self._works:
-            if self._error is not None:
-                break  # the others may take their whole timeout; reset deals with them
-            try:
-                group.wait(work)
-            except CollectiveBrokenError as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
-        self._works.clear()
+        if self._packed is None:
+            self._start(group, self._control)
+        self._wait(group)
+        if self._packed is not None:
+            self._packed.read(self._control.numpy())
 
     def zero(self) -> None:
-        """All gradients to zero, one fill per bucket; in place of optimizer.zero_grad()."""
+        """Begin a new sum: all gradients are None; in place of optimizer.zero_grad()."""
         for bucket in self._buckets:
-            bucket.flat.zero_()
+            bucket.clear()
 
     def reset(self) -> None:
-        """Abandon the step: nothing in flight counts any more, gradients are zero.
+        """Abandon the step: nothing in flight counts any more, no gradient is left.
 
         Call after `close_group`. Buffers that an unfinished collective may still write to are
         given up and replaced. Never blocks.
         """
-        unfinished = any(work is not None and not work.is_completed() for work in self._works)
-        for bucket in self._buckets:
-            if unfinished:
-                bucket.allocate()
-            else:
-                bucket.adopt()
-                bucket.flat.zero_()
+        if any(work is not None and not work.is_completed() for work in self._works):
+            self._allocate()
+        self.zero()
         self._control = torch.zeros(CONTROL_VALUES, dtype=torch.float64)
-        self._group = None
+        self._group, self._packed = None, None
         self._rearm(sync=False)
 
-    def _hook(self, bucket: _Bucket) -> None:
-        def arrived(_: Tensor) -> None:
-            if not self._armed:
+    def _packable(self, group: Group) -> bool:
+        if group.world == 1 or not self._buckets:
+            return False
+        flat = self._buckets[-1].params[0]
+        return flat.dtype is torch.float32 and flat.device.type == "cpu"
+
+    def _allocate(self) -> None:
+        for bucket in self._buckets:
+            bucket.allocate(self._tail if bucket is self._buckets[-1] else 0)
+
+    def _hook(self, bucket: _Bucket, index: int) -> None:
+        def arrived(param: Tensor) -> None:
+            bucket.adopt_one(index)
+            if not self._armed or bucket is self._buckets[-1]:
                 return
             if bucket.started:
                 raise UsageError(
@@ -202,36 +273,49 @@ class GradientSync:
             if bucket.missing == 0:
                 self._start_ready()
 
-        for param in bucket.params:
-            register: Any = param.register_post_accumulate_grad_hook
-            self._hooks.append(register(arrived))
+        register: Any = bucket.params[index].register_post_accumulate_grad_hook
+        self._hooks.append(register(arrived))
+
+    def _hook_all(self) -> None:
+        for bucket in self._buckets:
+            for index, param in enumerate(bucket.params):
+                big = param.numel() * param.element_size() >= _COPY_AT_ONCE_BYTES
+                if big or bucket is not self._buckets[-1]:
+                    self._hook(bucket, index)
 
     def _start_ready(self) -> None:
         """Start every bucket that is whole and whose predecessors have started."""
         group = self._attached()
         last = len(self._buckets) - 1
-        while self._next < last and self._error is None:
-            if self._buckets[self._next].missing > 0:
-                return
+        while self._next < last and self._buckets[self._next].missing <= 0:
             self._start_next(group)
 
     def _start_next(self, group: Group) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         bucket.started = True
-        bucket.adopt()
+        bucket.complete()
         self._start(group, bucket.flat)
 
-    def _send_control(self) -> None:
-        self._start(self._attached(), self._control)
-
     def _start(self, group: Group, tensor: Tensor) -> None:
-        if group.world == 1:
+        if group.world == 1 or self._error is not None:
             return
         try:
             self._works.append(group.all_reduce(tensor))
         except CollectiveBrokenError as error:
             self._error = error  # raised by finish: a hook must not end the backward pass
+
+    def _wait(self, group: Group) -> None:
+        for work in self._works:
+            if self._error is not None:
+                break  # the others may take their whole timeout; reset deals with them
+            try:
+                group.wait(work)
+            except CollectiveBrokenError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        self._works.clear()
 
     def _rearm(self, sync: bool) -> None:
         self._armed = sync and self._group is not None and self._group.world > 1
