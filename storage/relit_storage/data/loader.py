@@ -9,9 +9,8 @@ directly, so that the first batch does not wait for a whole chunk.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,8 +100,8 @@ class Loader:
         self._mode: Mode = mode
         self._chunk_steps = _chunk_steps(global_batch, dataset.row_bytes)
         self._lock = threading.Lock()
-        self._orders: OrderedDict[int, Order] = OrderedDict()
-        self._plans: OrderedDict[int, StepPlan] = OrderedDict()
+        self._orders: dict[int, Order] = {}
+        self._plans: dict[int, StepPlan] = {}
         self._shares = Prefetcher(self._gather_share) if prefetch else None
 
     @property
@@ -219,8 +218,8 @@ class Loader:
         if self._shares is None:
             return None
         chunk = step // self._chunk_steps
-        num_steps = self.schedule.num_steps
-        has_next = num_steps is None or (chunk + 1) * self._chunk_steps < num_steps
+        first, end = self._chunk_range(chunk + 1)
+        has_next = first < end
         return self._shares.get((rank, world), chunk, has_next=has_next)
 
     def _direct(self, step: int, rank: int, world: int) -> Batch:
@@ -246,20 +245,23 @@ class Loader:
         chunk = step // self._chunk_steps
         with self._lock:
             plan = self._plans.get(chunk)
-            if plan is None:
-                first, end = chunk * self._chunk_steps, (chunk + 1) * self._chunk_steps
-                num_steps = self.schedule.num_steps
-                end = end if num_steps is None else min(end, num_steps)
-                plan = self._plans[chunk] = plan_steps(self.schedule, self._order, first, end)
-                while len(self._plans) > _KEPT_PLANS:
-                    self._plans.popitem(last=False)
-            self._plans.move_to_end(chunk)
-            return plan
+        if plan is None:  # made outside the lock: the other thread's lookups must not wait for it
+            plan = plan_steps(self.schedule, self._order, *self._chunk_range(chunk))
+            with self._lock:
+                _remember(self._plans, chunk, plan, _KEPT_PLANS)
+        return plan
+
+    def _chunk_range(self, chunk: int) -> tuple[int, int]:
+        """The steps [first, end) of a chunk."""
+        first, end = chunk * self._chunk_steps, (chunk + 1) * self._chunk_steps
+        num_steps = self.schedule.num_steps
+        return first, end if num_steps is None else min(end, num_steps)
 
     def _order(self, epoch: int) -> Order:
-        order = self._orders.get(epoch)
+        with self._lock:
+            order = self._orders.get(epoch)
         if order is None:
-            order = self._orders[epoch] = Order(
+            order = Order(
                 self.dataset.rows_per_block,
                 seed=self._seed,
                 epoch=epoch,
@@ -267,9 +269,19 @@ class Loader:
                 window=self._window,
                 mode=self._mode,
             )
-            while len(self._orders) > _KEPT_ORDERS:
-                self._orders.popitem(last=False)
+            with self._lock:
+                _remember(self._orders, epoch, order, _KEPT_ORDERS)
         return order
+
+
+T = TypeVar("T")
+
+
+def _remember(kept: dict[int, T], key: int, value: T, count: int) -> None:
+    """Keep the `count` values that were added last."""
+    kept[key] = value
+    while len(kept) > count:
+        del kept[next(iter(kept))]
 
 
 def _share_of(plan: StepPlan, step: int, rank: int, world: int) -> tuple[int, int]:

@@ -27,6 +27,9 @@ Columns = dict[str, npt.NDArray[Any]]
 
 DEFAULT_CACHE_BYTES = 256 << 20
 
+# What pyarrow raises on damaged files. A store's own errors are none of these and pass through.
+_DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, MemoryError)
+
 
 class StoreFile(io.RawIOBase):
     """A read-only file over one object: a read is one `get_range`, nothing is read ahead."""
@@ -84,16 +87,22 @@ class ParquetReader:
         """The file's Arrow schema. Raises CorruptShardError."""
         return self.footer(key, num_bytes).schema.to_arrow_schema()
 
-    def read_group(self, key: str, num_bytes: int, group: int, columns: list[str]) -> Any:
-        """One row group as an Arrow table. Blocks on the store.
+    def read_group(
+        self, key: str, num_bytes: int, group: int, num_rows: int, columns: list[str]
+    ) -> Any:
+        """One row group as an Arrow table of `num_rows` and these columns. Blocks on the store.
 
-        Raises CorruptShardError when a page's checksum, where it has one, does not fit.
+        Raises CorruptShardError when a page's checksum, where it has one, does not fit, or when
+        the group is not as said.
         """
         footer = self.footer(key, num_bytes)
 
         def read() -> Any:
             file = self._open(key, num_bytes, footer)
-            return file.read_row_group(group, columns=columns, use_threads=False)
+            table = file.read_row_group(group, columns=columns, use_threads=False)
+            if (table.num_rows, table.num_columns) != (num_rows, len(columns)):
+                raise ValueError(f"row group {group} is not {num_rows} rows of {columns}")
+            return table
 
         return self._guarded(key, read)
 
@@ -104,7 +113,7 @@ class ParquetReader:
     def _guarded(self, key: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except (pa.ArrowException, OSError) as error:
+        except _DAMAGE as error:
             raise CorruptShardError(file=f"{self._store.url}/{key}", reason=str(error)) from error
 
 

@@ -7,6 +7,7 @@ its footer and not written twice), and two that run at once agree or one is refu
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -113,10 +114,10 @@ def _write_shard(store: ObjectStore, number: int, rows: Tokens, group_rows: int)
     if num_bytes is None:
         data = _encode(groups, checksums)
         num_bytes = len(data) if store.put_if_absent(name, data) else store.size(name)
-    if num_bytes is None or _stored_checksums(store, name, num_bytes) != checksums:
-        found = f"{store.url}/{name}"
-        diff = [f"{name} holds other tokens; prepare into an empty folder or remove it"]
-        raise DatasetChangedError(expected="the text given", found=found, diff=diff)
+    stored = None if num_bytes is None else _stored_checksums(store, name, num_bytes)
+    if num_bytes is None or stored != checksums:
+        diff = [f"{store.url}/{name} holds other tokens; prepare into an empty folder"]
+        raise DatasetChangedError(expected=_digest(checksums), found=_digest(stored), diff=diff)
     return TokenFile(
         name=name,
         num_bytes=num_bytes,
@@ -151,6 +152,10 @@ def _stored_checksums(store: ObjectStore, name: str, num_bytes: int) -> tuple[st
     except CorruptShardError:
         return None
     return tuple(json.loads(metadata.get(_CHECKSUMS, b"[]")))
+
+
+def _digest(checksums: tuple[str, ...] | None) -> str:
+    return hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
 
 def _publish(store: ObjectStore, manifest: TokenManifest) -> TokenManifest:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from relit_storage.data.permutation import Ints
 from relit_storage.data.row_groups import (
@@ -97,16 +98,24 @@ class TokenDataset:
 
     def _load(self, block: int) -> Columns:
         file, group = self._groups[block]
-        table = self._reader.read_group(file.name, file.num_bytes, group, [COLUMN])
+        rows = file.group_rows[group]
+        table = self._reader.read_group(file.name, file.num_bytes, group, rows, [COLUMN])
         tokens = self._decode(table)
-        if checksum(tokens) != file.group_checksums[group]:
+        if tokens is None or checksum(tokens) != file.group_checksums[group]:
             reason = f"row group {group} does not have the checksum of the manifest"
             raise CorruptShardError(file=f"{self._url}/{file.name}", reason=reason)
         return {COLUMN: tokens}
 
-    def _decode(self, table: Any) -> npt.NDArray[np.uint16]:
-        column = table.column(0).combine_chunks()
-        array = column.chunk(0) if hasattr(column, "chunks") else column
-        width = self.block_len + 1
-        flat = np.frombuffer(array.buffers()[1], TOKEN_DTYPE)
-        return flat[array.offset * width : (array.offset + len(array)) * width].reshape(-1, width)
+    def _decode(self, table: Any) -> npt.NDArray[np.uint16] | None:
+        """Rows as tokens without a copy; None if the column is of another type."""
+        column = table.column(0)
+        if column.type != pa.binary(self.row_bytes) or column.num_chunks != 1:
+            return None
+        array, width = column.chunk(0), self.block_len + 1
+        tokens = np.frombuffer(
+            array.buffers()[1],
+            TOKEN_DTYPE,
+            count=len(array) * width,
+            offset=array.offset * self.row_bytes,
+        )
+        return tokens.reshape(len(array), width)
