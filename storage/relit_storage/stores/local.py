@@ -162,7 +162,7 @@ class LocalStore:
             raise self._error(key, error) from error
 
     def _walk(self, folder: str) -> Iterator[str]:
-        top = os.path.join(self._root, folder)
+        top = os.path.join(self._root, folder) if folder else self._root
         for path, folders, files in os.walk(top, onerror=_raise_unless_gone):
             if path == self._root and RESERVED_PART in folders:
                 folders.remove(RESERVED_PART)

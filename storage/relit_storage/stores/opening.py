@@ -1,7 +1,7 @@
 """From a URL to a store, and from a store to the proof that it keeps its promises.
 
     /path  ~/path  ./path  file:///path     a directory (LocalStore)
-    memory://name                           this process only; one store per name
+    memory://name[/prefix]                  this process only; one store per name
     s3://bucket/prefix[?endpoint_url=...&region=...]
     anything else that fsspec knows         must pass `probe`
 
@@ -20,6 +20,7 @@ from relit_storage.stores.backoff import Backoff
 from relit_storage.stores.fsspec_store import FsspecStore
 from relit_storage.stores.local import LocalStore
 from relit_storage.stores.memory import MemoryStore
+from relit_storage.stores.prefixed import PrefixedStore
 from relit_storage.stores.probing import Guarantees, probe
 from relit_storage.stores.protocol import ObjectStore
 from relit_storage.stores.s3_options import S3_PROTOCOLS, URL_OPTIONS
@@ -44,7 +45,8 @@ def open_store(url: str, *, deadline_s: float = 60.0) -> ObjectStore:
     if scheme == "file":
         return LocalStore(_file_path(url))
     if scheme == "memory":
-        return _memory_store(rest.strip("/"))
+        name, _, prefix = rest.strip("/").partition("/")
+        return PrefixedStore(_memory_store(name), prefix) if prefix else _memory_store(name)
     _refuse_credentials(url)
     _require_known(url, scheme)
     return FsspecStore(url, backoff=Backoff(deadline_s=deadline_s))
