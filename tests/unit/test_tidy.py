@@ -165,13 +165,16 @@ def _repeats_another(node: ast.ClassDef | Function) -> bool:
 
 
 def unsafe_load(source: Source) -> list[str]:
-    """Loading may run no code: nothing is unpickled, and torch.load only as weights."""
+    """Loading may run no code: ours unpickles nothing, and torch.load is for weights only.
+
+    Tests may pickle: they check that errors survive the way between actors.
+    """
     found = []
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        if name in ("pickle.load", "pickle.loads", "cloudpickle.load", "cloudpickle.loads"):
+        if source.floor in FLOORS and re.fullmatch(r"(cloud)?pickle\.(loads?|Unpickler)", name):
             found.append(f"{node.lineno}: {name} runs code")
         weights = {key.arg: ast.unparse(key.value) for key in node.keywords}.get("weights_only")
         if name == "torch.load" and weights != "True":
@@ -231,6 +234,7 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
     (undocumented, "jobs/relit/a.py", DOC + "class C:\n  x: int", "2: C "),
     (undocumented, "jobs/relit/a.py", DOC + "class C:\n  '''C.'''\n  def m(self): ...", "C.m"),
     (unsafe_load, "jobs/relit/a.py", "pickle.loads(data)", "pickle.loads"),
+    (unsafe_load, "platform/relit_platform/a.py", "pickle.load(file)", "pickle.load"),
     (unsafe_load, "tests/unit/test_a.py", "torch.load(path)", "torch.load"),
     (unsafe_load, "tests/unit/test_a.py", "torch.load(p, weights_only=False)", "torch.load"),
     (machine_path, "docs/a.md", "see /" + "home/ada/x", "1: a path"),
@@ -246,6 +250,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (undocumented, "jobs/relit/a.py", DOC + "def _f(): ..."),
     (undocumented, "tests/unit/test_a.py", "def test_f(): ..."),
     (unsafe_load, "jobs/relit/a.py", "torch.load(path, weights_only=True)"),
+    (unsafe_load, "tests/unit/test_a.py", "pickle.loads(pickle.dumps(error))"),
     (machine_path, "docs/a.md", "below ~/.relit or /dev/shm or /var/tmp/relit"),
 ]
 
