@@ -91,6 +91,7 @@ def test_epochs_that_were_not_finished_are_lost_samples() -> None:
 def test_json_round_trip_ignores_other_keys() -> None:
     body = row(3, 2).to_json()
     assert LedgerRow.from_json(body | {"loss": 1.0}) == row(3, 2)
+    assert LedgerRow.from_metric_row(body | {"step": 4}) == row(3, 2)
     with pytest.raises(KeyError, match="digest"):
         LedgerRow.from_json({key: value for key, value in body.items() if key != "digest"})
 

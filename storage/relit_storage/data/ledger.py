@@ -43,6 +43,11 @@ class LedgerRow:
         """Rebuild from `to_json`; other keys of the line are ignored. Raises KeyError."""
         return cls(**{name: body[name] for name in cls.__slots__})
 
+    @classmethod
+    def from_metric_row(cls, row: Mapping[str, Any]) -> LedgerRow:
+        """From a run's metric row, whose `step` counts completed steps: one more than ours."""
+        return cls.from_json({**row, "step": row["step"] - 1})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
