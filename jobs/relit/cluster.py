@@ -78,8 +78,11 @@ def ensure_cluster(address: str | None = None) -> ClusterInfo:
     local one that does not come up.
     """
     named = cluster_named(address)
-    if named:
-        return _named_cluster(named)
+    return _named_cluster(named) if named else ensure_local_cluster()
+
+
+def ensure_local_cluster() -> ClusterInfo:
+    """The local cluster, started if it is not up."""
     with cluster_lock(START_TIMEOUT_S):
         touch_path().touch(mode=_PRIVATE)
         found = local_cluster()

@@ -110,12 +110,12 @@ class Entrypoint:
         result = {
             "v": 1,
             "run_id": self._reader.run_id,
-            "state": "FAILED_SETUP",
-            "reason": self._redact.text(why)[-4000:],
+            "state": "FAILED",
+            "reason": f"it could not start: {self._redact.text(why)[-4000:]}",
             "finished_at_s": time.time(),
         }
         self._reader.store.put_if_absent(layout.RESULT, to_json(result))
-        return state_exit_code("FAILED_SETUP")
+        return state_exit_code("FAILED")
 
     def _say(self, text: str) -> None:
         print(self._redact.text(text), flush=True)

@@ -227,15 +227,15 @@ def end_descendants(timeout_s: float) -> None:
     """SIGTERM, then SIGKILL, to every descendant of this process, until each is reaped."""
     began = time.monotonic()
     number = signal.SIGTERM
-    while descendants := _descendants(os.getpid()):
+    while living := descendants(os.getpid()):
         if time.monotonic() - began > timeout_s:
-            print(f"processes that do not end: {descendants}", flush=True)
+            print(f"processes that do not end: {living}", flush=True)
             return
-        for pid in descendants:
+        for pid in living:
             _signal(pid, number)
         for _ in range(20):
             _reap()
-            if not _descendants(os.getpid()):
+            if not descendants(os.getpid()):
                 return
             time.sleep(0.05)
         number = signal.SIGKILL
@@ -258,7 +258,7 @@ def _reap() -> None:
             return
 
 
-def _descendants(root: int) -> list[int]:
+def descendants(root: int) -> list[int]:
     """Pids below `root`, zombies that only need reaping left out."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():

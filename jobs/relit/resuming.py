@@ -18,7 +18,7 @@ from relit_platform.run_config import RunConfig
 from relit_storage.run import layout
 
 _DRIFT_NAMES = ("config", "code", "data")
-_RESUMABLE = frozenset({"STOPPED", "FAILED", "FAILED_SETUP", LOST})
+_RESUMABLE = frozenset({"STOPPED", "FAILED", LOST})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 from relit_storage.run.lease import MARGIN_S
 
 PENDING, LOST = "PENDING", "LOST"
-TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED", "FAILED_SETUP"})
+TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 START_GRACE_S = 180.0  # from the submit of a job to the supervisor's lease: cluster start, queueing
 
 
