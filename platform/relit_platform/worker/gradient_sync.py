@@ -165,7 +165,7 @@ class GradientSync:
         """A float64 vector of CONTROL_VALUES that travels with the gradients.
 
         Written before `finish`, the sum over all ranks after it. Fetch it anew each step:
-        `reset` replaces it.
+        `reset` and `detach` replace it.
         """
         return self._control
 
@@ -196,11 +196,16 @@ class GradientSync:
         self._rearm(sync=False)
 
     def detach(self) -> None:
-        """Remove the hooks and forget the group; gradients stay as they are."""
+        """Remove the hooks, forget the group and give up all buffers; never blocks.
+
+        Gradients stay as they are. The next `attach` begins with buffers of its own, so this
+        is right even while a broken collective may still write to the old ones.
+        """
         for handle in self._hooks:
             handle.remove()
         self._hooks, self._buckets, self._group = [], [], None
         self._packed, self._tail = None, 0
+        self._control = torch.zeros(CONTROL_VALUES, dtype=torch.float64)
         self._rearm(sync=False)
 
     def begin(self, sync: bool) -> None:
