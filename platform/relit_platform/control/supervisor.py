@@ -19,21 +19,22 @@ import traceback
 from typing import Any
 
 import ray
-from relit_storage.run.lease import Lease
 
 from relit_platform.control.cleanup import close_run
 from relit_platform.control.manager import get_or_create_manager
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Fact
+from relit_platform.machines.restart import RestartState, advance
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import NAMESPACE, ManagerClient
 from relit_storage.errors import FencedError, LeaseHeldError, RelitError, StoreUnavailableError
 from relit_storage.run import layout
+from relit_storage.run.lease import Lease
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.prefixed import PrefixedStore
 
-PENDING, RUNNING, RECOVERING, STOPPING = "PENDING", "RUNNING", "RECOVERING", "STOPPING"
-SUCCEEDED, FAILED, STOPPED, REFUSED = "SUCCEEDED", "FAILED", "STOPPED", "REFUSED"
+RUNNING = "RUNNING"
+SUCCEEDED, FAILED, STOPPED = "SUCCEEDED", "FAILED", "STOPPED"
 FINISH_WAIT_S = 120.0
 
 
@@ -91,14 +92,16 @@ class RunSupervisor:
 
     def _supervise(self, config: RunConfig) -> None:
         self._lease = self._take(config)
-        manager_actor = get_or_create_manager(config)
+        get_or_create_manager(config)
         manager = ManagerClient(config.run_id)
-        manager.link.call("start_epoch", self._lease.epoch)
         self._pump = Pump(store=self._store, config=config, manager=manager, lease=self._lease)
+        manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
+        self._pump.fact(self._fact("run.epoch", {"epoch": self._lease.epoch, "pid": os.getpid()}))
+        self._pump.set_state(RUNNING)
         self._pump.start()
         self._started.set()
         state, reason = self._until_done(config, manager)
-        self._finish(config, manager, manager_actor, state, reason)
+        self._finish(config, manager, state, reason)
 
     def _take(self, config: RunConfig) -> Lease:
         """The next epoch. A lease that is not renewed while we watch belongs to a dead driver."""
@@ -125,35 +128,40 @@ class RunSupervisor:
 
     def _until_done(self, config: RunConfig, manager: ManagerClient) -> tuple[str, str]:
         assert self._pump is not None and self._lease is not None
-        backoff_s = config.recovery.backoff_s
+        restarts = RestartState()
         while True:
             error = self._fit(config)
             status = manager.link.call("status")
-            if status.get("stopped"):
+            if self._pump.fenced:
+                raise FencedError(what="epoch", ours=self._lease.epoch, newest=self._pump.fenced)
+            if status.get("verdict"):
+                return FAILED, str(status["verdict"])
+            if error is None and status.get("stopped"):
                 return STOPPED, str(status.get("stop_reason") or "stop asked for")
             if error is None and status.get("finished"):
                 return SUCCEEDED, ""
-            if status.get("verdict"):
-                return FAILED, str(status["verdict"])
-            if self._pump.fenced:
-                raise FencedError(what="epoch", ours=self._lease.epoch, newest=self._pump.fenced)
-            retry, reason = self._pump.may_restart(error, time.time())
-            if not retry:
-                return FAILED, reason
+            step = int(status.get("step") or 0)
+            restarts, decision = advance(restarts, step, config.recovery)
+            if not decision.go_on:
+                return FAILED, f"{decision.reason}; the last error was: {str(error)[:500]}"
             self._pump.fact(
-                Fact(
-                    kind="run.restarting",
-                    at_s=time.time(),
-                    src="supervisor",
-                    level="warning",
-                    data={"error": str(error)[:2000], "reason": reason, "backoff_s": backoff_s},
+                self._fact(
+                    "run.restarting",
+                    {
+                        "error": str(error)[:2000],
+                        "reason": decision.reason,
+                        "backoff_s": decision.backoff_s,
+                    },
                 )
             )
-            time.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, config.recovery.backoff_max_s)
+            time.sleep(decision.backoff_s)
             self._lease = self._take(config)
             self._pump.new_epoch(self._lease)
-            manager.link.call("start_epoch", self._lease.epoch)
+            manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
+
+    def _fact(self, kind: str, data: dict[str, Any]) -> Fact:
+        level: Any = "warning" if kind in ("run.restarting", "ray.seam_missing") else "info"
+        return Fact(kind=kind, at_s=time.time(), src="supervisor", level=level, data=data)
 
     def _fit(self, config: RunConfig) -> Exception | None:
         from relit_platform.ray_train.adapter import FitRequest, fit, missing_seams
@@ -161,15 +169,7 @@ class RunSupervisor:
 
         assert self._lease is not None and self._pump is not None
         for seam in missing_seams():
-            self._pump.fact(
-                Fact(
-                    kind="ray.seam_missing",
-                    at_s=time.time(),
-                    src="supervisor",
-                    level="warning",
-                    data={"seam": seam},
-                )
-            )
+            self._pump.fact(self._fact("ray.seam_missing", {"seam": seam}))
         self._attempt += 1
         scaling, run_id = config.scaling, config.run_id
         request = FitRequest(
@@ -189,9 +189,7 @@ class RunSupervisor:
             return error
         return None
 
-    def _finish(
-        self, config: RunConfig, manager: ManagerClient, manager_actor: Any, state: str, reason: str
-    ) -> None:
+    def _finish(self, config: RunConfig, manager: ManagerClient, state: str, reason: str) -> None:
         assert self._pump is not None and self._lease is not None
         status = self._settle(manager)
         result = {
