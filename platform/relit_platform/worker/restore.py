@@ -69,7 +69,7 @@ def _from_memory(
         if not info.complete or found != (plan.step, plan.generation, source.rank, plan.world):
             _refuse(source.location, f"slot holds step {info.step} of generation {info.generation}")
         image = torch.empty(info.image_bytes, dtype=torch.uint8)
-        slot.copy_image_into(memoryview(image.numpy()))
+        slot.copy_image_into(image.numpy().data)
         raw = slot.read_extras()
         slot.check_unchanged(before)  # image and extras are of one snapshot
         return image, raw
@@ -81,7 +81,7 @@ def _from_disk(
     plan: RestorePlan, source: ShardSource, store: ObjectStore | None
 ) -> tuple[Tensor, bytes]:
     image = torch.empty(source.num_bytes, dtype=torch.uint8)
-    read_shard_into(source.location, _ref(source), memoryview(image.numpy()))
+    read_shard_into(source.location, _ref(source), image.numpy().data)
     with open(source.extras_location, "rb") as file:
         return image, file.read(MAX_EXTRAS_BYTES + 1)
 
@@ -96,7 +96,7 @@ def _from_object(
     if found != ref.num_bytes or len(ref.checksums) != num_chunks(ref.num_bytes, ref.chunk_bytes):
         _refuse(key, "is missing" if found is None else f"{found} bytes, not {ref.num_bytes}")
     image = torch.empty(ref.num_bytes, dtype=torch.uint8)
-    room = memoryview(image.numpy())
+    room = image.numpy().data
     for index in range(len(ref.checksums)):
         begin, end = ref.chunk_range(index)
         chunk = store.get_range(key, begin, end - begin)
@@ -133,7 +133,7 @@ def _parse_extras(plan: RestorePlan, source: ShardSource, raw: bytes) -> Json:
 
 def _tensors_of(image: Tensor, file: str) -> dict[str, Tensor]:
     """The tensors of an image, as views of its memory."""
-    layout = parse_header(memoryview(image.numpy()), image.numel(), file)
+    layout = parse_header(image.numpy().data, image.numel(), file)
     tensors: dict[str, Tensor] = {}
     for spec in layout.specs:
         dtype = DTYPES.get(spec.dtype)
