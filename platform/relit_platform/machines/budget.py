@@ -9,6 +9,7 @@ Every decision comes with its reason. A new completed step resets the streak and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,16 +17,19 @@ from relit_platform.facts import Verdict
 from relit_platform.run_config import RecoveryConfig
 
 MAX_ERRORS = 256
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """What was used up. errors: times seen by (exception type, message, step)."""
+    """What was used up. errors: times seen by (exception type, message, step,
+    rank): one bug raises on every rank, and that is one time.
+    """
 
     recoveries: int = 0
     streak: int = 0
     step: int = 0
-    errors: Mapping[tuple[str, str, int], int] = field(default_factory=dict)
+    errors: Mapping[tuple[str, str, int, int], int] = field(default_factory=dict)
 
 
 def note_recovery(
@@ -52,12 +56,23 @@ def note_recovery(
 
 
 def note_user_error(
-    state: BudgetState, config: RecoveryConfig, error_type: str, message: str, step: int
+    state: BudgetState,
+    config: RecoveryConfig,
+    *,
+    error_type: str,
+    message: str,
+    step: int,
+    rank: int,
+    processes: int,
 ) -> tuple[BudgetState, Verdict]:
-    """Count one exception of the user's loop; the same one at the same step again is final."""
-    key = (error_type, message, step)
-    times = state.errors.get(key, 0) + 1
-    errors = {**state.errors, key: times}
+    """Count one exception of the user's loop; the same one at the same step again is final.
+
+    rank -1: raised before the worker had a rank, where each of `processes` may raise it once.
+    """
+    key = (error_type, _ADDRESS.sub("0x", message), step, max(rank, -1))
+    seen = state.errors.get(key, 0) + 1
+    times = seen if rank >= 0 else -(-seen // max(1, processes))
+    errors = {**state.errors, key: seen}
     while len(errors) > MAX_ERRORS:
         del errors[next(iter(errors))]
     state = replace(state, errors=errors)

@@ -142,6 +142,9 @@ def _object_due(book: CheckpointBook, step: int) -> bool:
 
 def _published(book: CheckpointBook, event: Published, now: float) -> Outcome:
     known = book.steps.get((event.step, event.generation))
+    if known is not None and known.phase in TERMINAL:
+        late = _discard(known.key, "disk", known.nodes, "published after it was given up")
+        return _ignore(book, "late manifest"), [late]
     if known is None or known.phase is not PERSISTED:
         return _ignore(book, "late manifest"), []
     known = replace(known, phase=COMMITTED, on_disk=True)

@@ -153,8 +153,10 @@ def _claim(state: GenerationState, request: JoinRequest) -> tuple[GenerationStat
             assigned={},
             broken_at_s=None,
         ), ""
-    if generation < state.newest or rank in state.holders:
+    if rank in state.holders:
         return state, f"rank {rank} was given away"
+    if request.step is not None and not state.lineage.on_line(generation, request.step):
+        return state, f"its step {request.step} was rolled back"
     return replace(state, holders={**state.holders, rank: request.worker_id}), ""
 
 
@@ -255,6 +257,8 @@ def _epoch_started(state: GenerationState, event: EpochStarted) -> Step:
 
 
 def _finished(state: GenerationState, event: MemberFinished) -> Step:
+    if state.phase is Phase.DONE:
+        return state, []
     rank = state.rank_of(event.worker_id)
     if rank is None and event.rank not in state.holders and 0 <= event.rank < state.world:
         # A re-created manager that has not met this member yet.

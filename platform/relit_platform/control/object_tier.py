@@ -1,0 +1,73 @@
+"""The object tier as the coordinator sees it: manifests and the commit log over a store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from relit_platform.machines.restore import ObjectCommit
+from relit_storage.checkpoint.commit_log import CommitLog
+from relit_storage.checkpoint.log_records import LogRecord
+from relit_storage.checkpoint.manifest import Manifest
+from relit_storage.errors import CommitConflictError, ManifestError, ObjectMissingError
+from relit_storage.run.layout import manifest_key, step_prefix
+from relit_storage.stores.protocol import ObjectStore
+
+MAX_COMMITS_READ = 8
+
+
+class ObjectTier:
+    """An ObjectPort over a store that is prefixed at the run. Thread-safe as far as both are."""
+
+    def __init__(self, store: ObjectStore, log: CommitLog, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._log = log
+        self._clock = clock
+
+    def open_epoch(self, epoch: int) -> int:
+        """See ObjectPort.open_epoch."""
+        self._log.append_epoch(epoch, at_s=self._clock())
+        return self._log.replay().generation
+
+    def commit(self, epoch: int, step: int, generation: int, manifest: bytes) -> None:
+        """See ObjectPort.commit. Raises CommitConflictError, FencedError, StoreError."""
+        key = manifest_key(step, generation)
+        if not self._store.put_if_absent(key, manifest) and self._store.get(key) != manifest:
+            raise CommitConflictError(step=step, key=key)
+        self._log.append_commit(
+            epoch=epoch,
+            generation=generation,
+            step=step,
+            manifest_key=key,
+            manifest_sha256=hashlib.sha256(manifest).hexdigest(),
+            manifest_bytes=len(manifest),
+            at_s=self._clock(),
+        )
+
+    def commits(self) -> Sequence[ObjectCommit]:
+        """See ObjectPort.commits; the newest MAX_COMMITS_READ, which retention never exceeds."""
+        return [self._read(record) for record in self._log.replay().commits[:MAX_COMMITS_READ]]
+
+    def retire(self, epoch: int, step: int, generation: int) -> None:
+        """See ObjectPort.retire. The log says so first: a reader never finds half a step."""
+        self._log.append_retire(epoch=epoch, generation=generation, step=step, at_s=self._clock())
+        self._store.delete(manifest_key(step, generation))
+        for key in self._store.list(step_prefix(step, generation)):
+            self._store.delete(key)
+
+    def _read(self, record: LogRecord) -> ObjectCommit:
+        problem = ""
+        manifest = None
+        try:
+            raw = self._store.get(record.manifest_key)
+            if hashlib.sha256(raw).hexdigest() != record.manifest_sha256:
+                problem = "the manifest is not the one that was committed"
+            else:
+                manifest = Manifest.from_bytes(raw, record.manifest_key)
+        except ObjectMissingError:
+            problem = "the manifest is missing"
+        except ManifestError as error:
+            problem = str(error.fields.get("reason"))
+        return ObjectCommit(
+            step=record.step, generation=record.generation, manifest=manifest, problem=problem
+        )

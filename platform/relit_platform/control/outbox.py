@@ -1,0 +1,51 @@
+"""What the manager keeps for the supervisor until the supervisor has written it down."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from relit_platform.facts import Drained, Fact
+
+MAX_KEPT = 65536
+MAX_PER_DRAIN = 4096
+
+Item = tuple[int, Fact | dict[str, Any]]
+
+
+class Outbox:
+    """A bounded queue of facts and rows under one rising number. Not thread-safe.
+
+    Numbers begin at the clock's microseconds, so those of a re-created manager are higher than
+    any that its predecessor gave out, and an old `after` never hides new items.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._items: deque[Item] = deque()
+        self._next = int(now_s * 1_000_000) + 1
+        self._dropped = 0
+
+    def add(self, item: Fact | dict[str, Any]) -> None:
+        """Queue one; when full the oldest goes and is counted."""
+        self._items.append((self._next, item))
+        self._next += 1
+        if len(self._items) > MAX_KEPT:
+            self._items.popleft()
+            self._dropped += 1
+
+    def drain(self, after: int, status: dict[str, Any]) -> Drained:
+        """Forget what is numbered up to `after`; hand out the next ones."""
+        if after >= self._next:
+            after = 0  # a number this manager never gave out: the clock went back
+        while self._items and self._items[0][0] <= after:
+            self._items.popleft()
+        taken = [self._items[i] for i in range(min(MAX_PER_DRAIN, len(self._items)))]
+        dropped, self._dropped = self._dropped, 0
+        return Drained(
+            facts=tuple(item for _, item in taken if isinstance(item, Fact)),
+            rows=tuple(item for _, item in taken if not isinstance(item, Fact)),
+            next=taken[-1][0] if taken else after,
+            status=status,
+            overflow=dropped,
+            more=len(taken) < len(self._items),
+        )

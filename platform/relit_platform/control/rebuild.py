@@ -1,0 +1,141 @@
+"""What an epoch begins with: fences raised everywhere, then all that agents and the log know.
+
+Called by the coordinator in the thread of `start_epoch`, never under its lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from relit_platform.control.ports import AgentError, AgentPort, ObjectPort
+from relit_platform.facts import Heartbeat, NodeInventory, ShardPersisted
+from relit_platform.machines.checkpoint_state import Checkpoint, Key
+from relit_platform.machines.restore import ObjectCommit
+from relit_storage.checkpoint.manifest import Manifest
+from relit_storage.errors import ManifestError, StoreError
+
+TRIES = 3
+PAUSE_S = 0.5
+
+T = TypeVar("T")
+Sleep = Callable[[float], None]
+
+
+@dataclass(slots=True)
+class Found:
+    """generation: the highest that anybody has seen. holders: rank -> worker of the members that
+    run. silent: what did not answer, with the reason.
+    """
+
+    generation: int = 0
+    holders: dict[int, str] = field(default_factory=dict)
+    inventories: list[NodeInventory] = field(default_factory=list)
+    commits: Sequence[ObjectCommit] = ()
+    silent: dict[str, str] = field(default_factory=dict)
+
+
+def gather(
+    agents: AgentPort,
+    objects: ObjectPort,
+    epoch: int,
+    generation: int,
+    sleep: Sleep = time.sleep,
+) -> Found:
+    """Fence older epochs off and collect what is there. Blocks; what stays silent is named.
+
+    Raises FencedError if a newer epoch has taken over, at an agent or in the log.
+    """
+    found = Found(generation=generation)
+    try:
+        logged = _patient(lambda: objects.open_epoch(epoch), sleep)
+        found.generation = max(found.generation, logged)
+        found.commits = _patient(objects.commits, sleep)
+    except StoreError as error:
+        found.silent["object tier"] = str(error)
+    nodes = agents.nodes()
+    first = _each(nodes, agents.inventory, found, sleep)
+    found.generation = max([found.generation, *(i.fence for i in first.values())])
+    _each(first, lambda node: agents.seal(node, epoch, found.generation), found, sleep)
+    beats = _each(first, agents.heartbeats, found, sleep)
+    _note_holders(found, [beat for its in beats.values() for beat in its])
+    # Again after the seal: a persist that was under way has ended or is refused by now.
+    found.inventories = list(_each(first, agents.inventory, found, sleep).values())
+    return found
+
+
+def checkpoints(found: Found) -> list[tuple[Checkpoint, bytes | None]]:
+    """Steps to adopt, oldest first, with the manifest that is published on disk, if one is."""
+    shards: dict[Key, dict[int, ShardPersisted]] = {}
+    for inventory in found.inventories:
+        for shard in inventory.disk:
+            shards.setdefault((shard.step, shard.generation), {})[shard.rank] = shard
+    manifests = {
+        (step, generation): raw
+        for inventory in found.inventories
+        for step, generation, raw in inventory.manifests
+    }
+    adopted: dict[Key, Checkpoint] = {}
+    for key, by_rank in shards.items():
+        world = next(iter(by_rank.values())).world
+        whole = set(by_rank) == set(range(world)) and key in manifests
+        adopted[key] = Checkpoint(
+            step=key[0],
+            generation=key[1],
+            world=world,
+            shards=by_rank,
+            on_disk=whole and _reads(manifests[key]),
+        )
+    for commit in found.commits:
+        key = (commit.step, commit.generation)
+        world = commit.manifest.world if commit.manifest else 0
+        known = adopted.get(key) or Checkpoint(step=key[0], generation=key[1], world=world)
+        adopted[key] = replace(known, on_object=True)
+    ordered = sorted(adopted.values(), key=lambda c: (c.generation, c.step))
+    return [(c, manifests.get(c.key) if c.on_disk else None) for c in ordered]
+
+
+def _note_holders(found: Found, beats: Sequence[Heartbeat]) -> None:
+    """Members of the newest generation that somebody alive is in; older ones have no place."""
+    newest = max((beat.generation for beat in beats), default=0)
+    found.generation = max(found.generation, newest)
+    if newest:
+        found.holders = {
+            beat.rank: beat.worker_id
+            for beat in beats
+            if beat.generation == newest and beat.phase != "done"
+        }
+
+
+def _each(
+    nodes: Sequence[str] | Mapping[str, object],
+    call: Callable[[str], T],
+    found: Found,
+    sleep: Sleep,
+) -> dict[str, T]:
+    answers: dict[str, T] = {}
+    for node in nodes:
+        try:
+            answers[node] = _patient(lambda node=node: call(node), sleep)  # type: ignore[misc]
+        except AgentError as error:
+            found.silent[f"agent {node}"] = str(error)
+    return answers
+
+
+def _patient(call: Callable[[], T], sleep: Sleep) -> T:
+    for _ in range(TRIES - 1):
+        try:
+            return call()
+        except (AgentError, StoreError):
+            sleep(PAUSE_S)
+    return call()
+
+
+def _reads(raw: bytes) -> bool:
+    try:
+        Manifest.from_bytes(raw)
+    except ManifestError:
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""Metric rows by step: the first value wins, and a different one on the same line is an alarm."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from typing import Any
+
+from relit_platform.facts import Json, RowBatch
+from relit_platform.machines.lineage import Lineage
+
+MAX_STEPS = 65536
+RATE_ROWS = 64
+
+Row = dict[str, Json]
+Alarm = tuple[str, str, dict[str, Any]]  # kind, level, data
+
+
+class RowBook:
+    """Not thread-safe. `newest` is the newest step with a row on the line, 0 without any."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[int, tuple[int, Json]] = OrderedDict()
+        self._untold: set[int] = set()
+        self._recent: deque[tuple[float, Json]] = deque(maxlen=RATE_ROWS)
+        self.newest = 0
+        self.loss: Json = None
+        self.refused_count = 0
+
+    def take(
+        self, batch: RowBatch, lineage: Lineage, now_s: float
+    ) -> tuple[list[Row], list[Alarm]]:
+        """The rows that are new, completed with generation and at_s, and alarms about others."""
+        fresh: list[Row] = []
+        alarms: list[Alarm] = []
+        for given in batch.rows:
+            row = {"generation": batch.generation, "at_s": now_s, **given}
+            if not lineage.on_line(int(row["generation"]), int(row["step"])):
+                self.refused_count += 1  # a zombie's, or of a step that was rolled back
+                continue
+            alarm, new = self._compare(row, lineage)
+            if alarm is not None:
+                alarms.append(alarm)
+            if new:
+                self._keep(row)
+                fresh.append(row)
+        return fresh, alarms
+
+    def resume(self, last_row_step: int) -> None:
+        """A new supervisor has rows up to here; later ones it may have lost are news again."""
+        self.newest = last_row_step
+        self._untold = {step for step in self._rows if step > last_row_step}
+
+    def rate(self, key: str) -> float | None:
+        """`key` summed over the newest rows, per second; None before there are two."""
+        if len(self._recent) < 2:
+            return None
+        seconds = self._recent[-1][0] - self._recent[0][0]
+        total = sum(float(row.get(key) or 0) for _, row in list(self._recent)[1:])
+        return total / seconds if seconds > 0 else None
+
+    def _compare(self, row: Row, lineage: Lineage) -> tuple[Alarm | None, bool]:
+        """An alarm or None, and whether the row is news."""
+        step, generation = int(row["step"]), int(row["generation"])
+        known = self._rows.get(step)
+        if known is None:
+            return None, True
+        before, loss = known
+        rolled_back = not lineage.on_line(before, step)
+        if _same(loss, row.get("loss")):
+            return None, rolled_back or step in self._untold
+        data = {
+            "step": step,
+            "generations": [before, generation],
+            "losses": [loss, row.get("loss")],
+        }
+        if rolled_back:
+            return ("row.replaced", "warning", data), True
+        return ("row.conflict", "error", data), False
+
+    def _keep(self, row: Row) -> None:
+        step = int(row["step"])
+        self._untold.discard(step)
+        self._rows[step] = (int(row["generation"]), row.get("loss"))
+        self._rows.move_to_end(step)
+        while len(self._rows) > MAX_STEPS:
+            self._rows.popitem(last=False)
+        if step >= self.newest:
+            self.newest = step
+            self.loss = row.get("loss")
+        self._recent.append((float(row["at_s"]), row))
+
+
+def _same(one: Json, other: Json) -> bool:
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)
