@@ -7,17 +7,19 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from relit.demo import watching
 from relit.demo.compare import compare, losses_of
 from relit.demo.display import RunDisplay, describe
 from relit.demo.faults import Fault, kill_ray_process, plan_faults, victim
 from relit.demo.twin import load_losses, save_losses, source_sha, twin_key
+from relit.demo.watching import Watched, Watcher, watch
+from relit.errors import NotFinishedError
 
 
 @pytest.mark.parametrize(
@@ -78,20 +80,27 @@ def test_only_processes_of_ray_are_killed() -> None:
 
 
 class ScriptedRun:
-    """A handle whose statuses are given; "^C" stands for the user's Ctrl-C."""
+    """A handle whose statuses are given; "^C" stands for the user's Ctrl-C, "lost" for the end."""
 
-    id = "run-1"
-
-    def __init__(self, statuses: list[Any]) -> None:
-        self.statuses = statuses
+    def __init__(self, *statuses: Any) -> None:
+        self.statuses = list(statuses)
         self.stops = 0
 
-    def status(self) -> dict[str, Any]:
-        now = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
-        if now == "^C":
-            raise KeyboardInterrupt
-        assert isinstance(now, dict)
-        return now
+    def wait(
+        self,
+        timeout_s: float | None = None,
+        on_status: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        assert on_status is not None
+        while True:
+            now = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+            if now == "^C":
+                raise KeyboardInterrupt
+            if now == "lost":
+                raise NotFinishedError(run="r", state="LOST", why="its Ray job failed")
+            on_status(now)
+            if now["state"] in ("SUCCEEDED", "STOPPED"):
+                return dict(now)
 
     def stop(self) -> None:
         self.stops += 1
@@ -102,7 +111,7 @@ def running(step: int) -> dict[str, Any]:
     return {"state": "RUNNING", "step": step, "supervisor_pid": 99, "workers": workers}
 
 
-def follow(run: ScriptedRun, killed: list[int], faults: tuple[Fault, ...] = ()) -> watching.Watched:
+def follow(run: ScriptedRun, killed: list[int], faults: tuple[Fault, ...] = ()) -> Watched:
     """Watch without waiting: each look at the clock is a second later; the first kill misses."""
     now = iter(range(10_000))
 
@@ -111,19 +120,13 @@ def follow(run: ScriptedRun, killed: list[int], faults: tuple[Fault, ...] = ()) 
         return len(killed) != 1
 
     display = RunDisplay(Console(file=io.StringIO()), "test", 9)
-    return watching.watch(
-        run,
-        display,
-        faults,
-        clock=lambda: float(next(now)),
-        sleep=lambda s: None,
-        kill=kill,
-    )
+    watcher = Watcher(display, faults, clock=lambda: float(next(now)), kill=kill)
+    return watch(run, watcher, display)
 
 
 def test_a_kill_that_found_nobody_is_tried_again_and_then_never_more() -> None:
     killed: list[int] = []
-    run = ScriptedRun([running(k) for k in range(10)] + [{"state": "SUCCEEDED", "step": 9}])
+    run = ScriptedRun(*[running(k) for k in range(10)], {"state": "SUCCEEDED", "step": 9})
     seen = follow(run, killed, plan_faults(9, 2))
     assert killed == [11, 11, 99]
     assert [(kill.pid, kill.seen_step) for kill in seen.kills] == [(11, 4), (99, 6)]
@@ -131,13 +134,18 @@ def test_a_kill_that_found_nobody_is_tried_again_and_then_never_more() -> None:
 
 
 def test_ctrl_c_asks_for_a_stop_and_waits_for_it() -> None:
-    run = ScriptedRun([running(1), "^C", running(2), {"state": "STOPPED", "step": 3}])
+    run = ScriptedRun(running(1), "^C", running(2), {"state": "STOPPED", "step": 3})
     seen = follow(run, [])
     assert (run.stops, seen.interrupted, seen.state) == (1, True, "STOPPED")
 
 
-def test_a_run_that_stands_still_is_left() -> None:
-    assert follow(ScriptedRun([running(1)]), []).stalled
+@pytest.mark.parametrize(
+    ("last", "why"), [(running(1), "no new step for 180 s"), ("lost", "its Ray job failed")]
+)
+def test_a_run_that_goes_nowhere_is_left_with_a_reason(last: Any, why: str) -> None:
+    seen = follow(ScriptedRun(running(1), last), [])
+    assert seen.state == "RUNNING"
+    assert why in seen.reason
 
 
 def test_the_line_names_every_committed_tier() -> None:

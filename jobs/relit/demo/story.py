@@ -18,7 +18,7 @@ from relit.demo.data import DemoData, prepare
 from relit.demo.display import RunDisplay
 from relit.demo.faults import Fault, plan_faults
 from relit.demo.report import DemoReport
-from relit.demo.watching import Watched, watch
+from relit.demo.watching import Watched, Watcher, watch
 
 HOME = "~/.relit/demo"  # prepared shards and the twin's losses; safe to delete
 EXPERIMENT = "demo"
@@ -99,7 +99,7 @@ def _train(
         cluster = local_cluster()
         if cluster is not None:
             display.say(f"Ray's dashboard: {cluster.dashboard_url}")
-        return run, watch(run, display, faults)
+        return run, watch(run, Watcher(display, faults), display)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from relit.demo.display import RunDisplay
 from relit.demo.faults import Fault, Kill, kill_ray_process, victim
-from relit.errors import RunFinishedError
-from relit_storage.errors import StoreError
+from relit.errors import NotFinishedError, RunFinishedError
 
-TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
-POLL_S = 0.1
 STALL_S = 180.0  # without one new step, cluster start included
 STOP_S = 90.0
+
+
+class StalledError(Exception):
+    """No new step for too long."""
 
 
 class RunView(Protocol):
     """What the demo needs of a `relit.JobHandle`."""
 
-    @property
-    def id(self) -> str:
-        """The run id."""
-        ...
-
-    def status(self) -> dict[str, Any]:
-        """The newest status, from the run directory."""
+    def wait(
+        self,
+        timeout_s: float | None = None,
+        on_status: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Block until the run is over, showing each status; NotFinishedError if it was lost."""
         ...
 
     def stop(self) -> Any:
@@ -42,7 +42,7 @@ class Watched:
     status: dict[str, Any] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
     interrupted: bool = False
-    stalled: bool = False
+    gave_up: str = ""
 
     @property
     def state(self) -> str:
@@ -57,9 +57,7 @@ class Watched:
     @property
     def reason(self) -> str:
         """Why the run is in its state, or why the watch gave up."""
-        if self.stalled:
-            return f"no new step for {STALL_S:.0f} s"
-        return str(self.status.get("reason") or "")
+        return self.gave_up or str(self.status.get("reason") or "")
 
     @property
     def value(self) -> dict[str, Any]:
@@ -68,77 +66,77 @@ class Watched:
         return value if isinstance(value, dict) else {}
 
 
-def watch(
-    run: RunView,
-    display: RunDisplay,
-    faults: Iterable[Fault] = (),
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-    kill: Callable[[int], bool] = kill_ray_process,
-) -> Watched:
-    """Poll until the run is terminal, stalled, or stopped by Ctrl-C. Blocks; kills for real.
+class Watcher:
+    """Sees each status of a run: shows it, kills what is due, notices a run that stands still.
 
     A fault is carried out once, at the first status that shows its step; a kill that finds no
     process (it was being replaced) is tried again at the next status.
     """
-    seen = Watched()
-    waiting = list(faults)
-    newest, moved_at = -1, clock()
+
+    def __init__(
+        self,
+        display: RunDisplay,
+        faults: Iterable[Fault] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        kill: Callable[[int], bool] = kill_ray_process,
+    ) -> None:
+        self._display = display
+        self._waiting = list(faults)
+        self._clock = clock
+        self._kill = kill
+        self._newest, self._moved_at_s = -1, clock()
+        self.seen = Watched()
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        """One status, only shown."""
+        self.seen.status = dict(status)
+        self._display.show(status)
+
+    def look(self, status: Mapping[str, Any]) -> None:
+        """One status. Raises StalledError after STALL_S without a new step."""
+        self.show(status)
+        self._carry_out()
+        now_s = self._clock()
+        if self.seen.step > self._newest:
+            self._newest, self._moved_at_s = self.seen.step, now_s
+        if now_s - self._moved_at_s > STALL_S:
+            raise StalledError
+
+    def _carry_out(self) -> None:
+        for fault in list(self._waiting):
+            pid = victim(fault, self.seen.status)
+            if pid is None or not self._kill(pid):
+                continue
+            done = Kill(fault=fault, pid=pid, seen_step=self.seen.step)
+            self.seen.kills.append(done)
+            self._waiting.remove(fault)
+            self._display.say(done.sentence(), "bold red")
+
+
+def watch(run: RunView, watcher: Watcher, display: RunDisplay) -> Watched:
+    """Follow the run to its end, or until it is lost, stands still, or Ctrl-C stops it. Blocks."""
+    seen = watcher.seen
     try:
-        while True:
-            seen.status = read_status(run)
-            display.show(seen.status)
-            if seen.state in TERMINAL:
-                return seen
-            _carry_out(waiting, seen, display, kill)
-            if seen.step > newest:
-                newest, moved_at = seen.step, clock()
-            if clock() - moved_at > STALL_S:
-                seen.stalled = True
-                return seen
-            sleep(POLL_S)
+        seen.status = run.wait(on_status=watcher.look)
     except KeyboardInterrupt:
         seen.interrupted = True
         display.say("Stopping at the next step boundary; Ctrl-C again leaves at once.", "bold")
-        try:
-            run.stop()
-        except RunFinishedError:
-            pass  # it ended while the key was pressed
-        _until_terminal(run, seen, display, clock, sleep)
-        return seen
+        _stop(run, watcher)
+    except StalledError:
+        seen.gave_up = f"no new step for {STALL_S:.0f} s"
+    except NotFinishedError as lost:
+        seen.gave_up = str(lost)
+    return seen
 
 
-def _carry_out(
-    waiting: list[Fault], seen: Watched, display: RunDisplay, kill: Callable[[int], bool]
-) -> None:
-    for fault in list(waiting):
-        pid = victim(fault, seen.status)
-        if pid is None or not kill(pid):
-            continue
-        done = Kill(fault=fault, pid=pid, seen_step=seen.step)
-        seen.kills.append(done)
-        waiting.remove(fault)
-        display.say(done.sentence(), "bold red")
-
-
-def _until_terminal(
-    run: RunView,
-    seen: Watched,
-    display: RunDisplay,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> None:
-    deadline = clock() + STOP_S
-    while seen.state not in TERMINAL and clock() < deadline:
-        sleep(POLL_S)
-        seen.status = read_status(run)
-        display.show(seen.status)
-
-
-def read_status(run: RunView) -> dict[str, Any]:
-    """The handle's status; a query that fails is no news, and never a failure of the run."""
+def _stop(run: RunView, watcher: Watcher) -> None:
+    seen = watcher.seen
     try:
-        return run.status()
-    except StoreError:
-        return {}
+        run.stop()
+    except RunFinishedError:
+        pass  # it ended while the key was pressed
+    try:
+        seen.status = run.wait(timeout_s=STOP_S, on_status=watcher.show)
+    except NotFinishedError as late:
+        seen.gave_up = str(late)
