@@ -1,121 +1,33 @@
-"""The keeper: acknowledged means durable, restart means go on, old means refused."""
+"""The keeper: acknowledged means durable, restart means go on, close leaves nothing."""
 
-import dataclasses
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from node_harness import (
+    LAYOUT,
+    NODE,
+    Node,
+    abandon,
+    manifest_of,
+    persisted,
+    snapshot,
+    wait_until,
+    worker,
+)
 from safetensors.torch import load_file
 
 from relit_platform.errors import BudgetError, UsageError
-from relit_platform.facts import (
-    ShardFailed,
-    ShardPersisted,
-    ShardUploaded,
-    WorkerExited,
-)
+from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded, WorkerExited
 from relit_platform.node import keeper as keeper_module
-from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
-from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.persist import persist_slot
 from relit_platform.node.slots import Slot, slot_file_bytes
-from relit_platform.run_config import CheckpointConfig
-from relit_storage.checkpoint.image import ImageLayout, TensorSpec
-from relit_storage.checkpoint.manifest import Manifest
-from relit_storage.errors import CommitConflictError, FencedError, ManifestError, StoreError
 from relit_storage.run.layout import manifest_key
-
-NODE = "0123456789abcdef"
-
-
-class DictStore:
-    """The smallest object store; fails the next `failures` uploads."""
-
-    url = "memory://test"
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.failures = 0
-
-    def put(self, key: str, data: bytes) -> None:
-        self.objects[key] = data
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self.objects.setdefault(key, data) == data
-
-    def put_file(self, key: str, path: str) -> None:
-        if self.failures > 0:
-            self.failures -= 1
-            raise StoreError(url=self.url, key=key, cause="injected")
-        self.objects[key] = Path(path).read_bytes()
-
-    def get(self, key: str) -> bytes:
-        return self.objects[key]
-
-    def get_range(self, key: str, start: int, num_bytes: int) -> bytes:
-        return self.objects[key][start : start + num_bytes]
-
-    def size(self, key: str) -> int | None:
-        return len(self.objects[key]) if key in self.objects else None
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self.objects if key.startswith(prefix))
-
-    def delete(self, key: str) -> None:
-        self.objects.pop(key, None)
-
-
-class Node:
-    """A keeper's surroundings; `boot` starts a new keeper on the same folders."""
-
-    def __init__(self, root: Path, **config: Any) -> None:
-        self.shm, self.disk = root / "shm", root / "disk"
-        self.shm.mkdir()
-        self.config = CheckpointConfig(
-            shm_dir=str(self.shm), disk_dir=str(self.disk), chunk_bytes=8192, **config
-        )
-        self.store = DictStore()
-        self.facts: list[Any] = []
-        self.keepers: list[NodeKeeper] = []
-        self.children: list[subprocess.Popen[bytes]] = []
-
-    def boot(self) -> NodeKeeper:
-        keeper = NodeKeeper(
-            NODE, "run-1", self.config, self.store, self.facts.append, clock=time.time
-        )
-        keeper.start()
-        self.keepers.append(keeper)
-        return keeper
-
-    def child(self) -> int:
-        self.children.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1))
-        return self.children[-1].pid
-
-    def wait_for(self, kind: type, count: int = 1) -> list[Any]:
-        def found() -> list[Any]:
-            return [fact for fact in self.facts if isinstance(fact, kind)]
-
-        wait_until(lambda: len(found()) >= count, f"{count} {kind.__name__}: {self.facts}")
-        return found()
-
-    @property
-    def root(self) -> Path:
-        return self.disk / "run-1" / NODE[:8]
-
-
-def wait_until(done: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -127,51 +39,10 @@ def tmpfs() -> Iterator[Path]:
 
 @pytest.fixture
 def node(tmpfs: Path) -> Iterator[Node]:
-    node = Node(tmpfs)
-    yield node
-    for keeper in node.keepers:
-        keeper.close(remove_disk=True)
-    for child in node.children:
-        child.kill()
-        child.wait()
-        if child.stdin is not None:
-            child.stdin.close()
-
-
-LAYOUT = ImageLayout.plan([TensorSpec("w", "U8", (20_000,))], {})
-
-
-def snapshot(
-    keeper: NodeKeeper, path: str, step: int, *, generation: int = 1, rank: int = 0, world: int = 1
-) -> None:
-    slot = Slot.open(path)
-    slot.begin(generation, step, rank, world)
-    slot.image[: LAYOUT.header_bytes] = LAYOUT.header
-    slot.image[LAYOUT.header_bytes :] = bytes([step % 256]) * 20_000
-    slot.set_extras(json.dumps({"step": step}).encode())
-    slot.commit()
-    slot.pin()
-
-
-def worker(keeper: NodeKeeper, name: str = "w0", pid: int | None = None) -> tuple[str, ...]:
-    keeper.hello(name, os.getpid() if pid is None else pid, epoch=1)
-    return keeper.open_slots(name, 2, LAYOUT.total_bytes, 1000)
-
-
-def persisted(node: Node, keeper: NodeKeeper, path: str, step: int, **place: int) -> ShardPersisted:
-    before = len([f for f in node.facts if isinstance(f, ShardPersisted)])
-    snapshot(keeper, path, step, **place)
-    keeper.persist("w0", path, step, place.get("generation", 1))
-    found: ShardPersisted = node.wait_for(ShardPersisted, before + 1)[-1]
-    wait_until(lambda: not Slot.open(path).pinned, "unpinned")
-    return found
-
-
-def manifest_of(*shards: ShardPersisted, **changes: Any) -> bytes:
-    fields = {"run_id": "run-1", "epoch": 1, "cursor": 0, "ids": {}, "created_at_s": 1.0}
-    return Manifest.from_shards(
-        [dataclasses.asdict(shard) for shard in shards], **{**fields, **changes}
-    ).to_bytes()
+    """A node that is cleared away after the test."""
+    made = Node(tmpfs)
+    yield made
+    made.clear()
 
 
 # ---- persist ----
@@ -268,7 +139,7 @@ def test_a_new_keeper_goes_on_where_the_old_one_was(node: Node) -> None:
     shard = persisted(node, first, paths[0], step=7)
     first.publish(7, 1, manifest_of(shard))
     first.seal(1, 1)
-    _abandon(first)
+    abandon(first)
     snapshot(first, paths[1], step=8)  # pinned while no keeper lives
     node.facts.clear()
     second = node.boot()
@@ -285,28 +156,18 @@ def test_a_new_keeper_goes_on_where_the_old_one_was(node: Node) -> None:
 def test_a_death_between_two_lives_is_reported(node: Node) -> None:
     first = node.boot()
     worker(first, "w1", node.child())
-    _abandon(first)
+    abandon(first)
     node.children[0].kill()
     node.children[0].wait()
     node.boot()
     assert node.wait_for(WorkerExited)[0].worker_id == "w1"
 
 
-def _abandon(keeper: NodeKeeper) -> None:
-    """Stop its threads as SIGKILL would, and leave every file as it is."""
-    keeper._closing.set()
-    for thread in keeper._threads:
-        thread.join()
-    keeper._persists.close(5)
-    keeper._uploads.close(5)
-    keeper.close = lambda remove_disk: None  # type: ignore[method-assign]
-
-
 def test_rubbish_of_interrupted_writes_is_removed(node: Node) -> None:
     first = node.boot()
     path = worker(first)[0]
     shard = persisted(node, first, path, step=7)
-    _abandon(first)
+    abandon(first)
     torn = (node.root / shard.file).parent / ".rank-00001.safetensors.0a0a0a0a.tmp"
     torn.write_bytes(b"x")
     Path(path + ".pending").write_bytes(b"x")
@@ -314,96 +175,6 @@ def test_rubbish_of_interrupted_writes_is_removed(node: Node) -> None:
     second = node.boot()
     assert not torn.exists() and not Path(path + ".pending").exists()
     assert [refusal["tier"] for refusal in second.inventory().refusals] == ["memory"]
-
-
-# ---- publish, fence ----
-
-
-def test_publishing_is_exclusive_and_repeatable(node: Node) -> None:
-    keeper = node.boot()
-    shard = persisted(node, keeper, worker(keeper)[0], step=7)
-    data = manifest_of(shard)
-    keeper.publish(7, 1, data)
-    keeper.publish(7, 1, data)
-    with pytest.raises(CommitConflictError):
-        keeper.publish(7, 1, manifest_of(shard, created_at_s=2.0))
-    assert (node.root / manifest_key(7, 1)).read_bytes() == data
-
-
-def test_a_manifest_that_this_node_cannot_keep_is_refused(node: Node) -> None:
-    keeper = node.boot()
-    shard = persisted(node, keeper, worker(keeper)[0], step=7)
-    other = dataclasses.replace(shard, checksums=("00",) * len(shard.checksums))
-    for data in (manifest_of(other), manifest_of(shard)[:-1]):
-        with pytest.raises(ManifestError):
-            keeper.publish(7, 1, data)
-    with pytest.raises(ManifestError):
-        keeper.publish(8, 1, manifest_of(shard))
-    (node.root / shard.file).unlink()
-    with pytest.raises(ManifestError, match="not on this node"):
-        keeper.publish(7, 1, manifest_of(shard))
-    assert keeper.inventory().manifests == ()
-
-
-def test_an_older_generation_is_refused(node: Node) -> None:
-    keeper = node.boot()
-    path = worker(keeper)[0]
-    old = persisted(node, keeper, path, step=7, generation=1)
-    new = persisted(node, keeper, path, step=6, generation=2)
-    keeper.publish(6, 2, manifest_of(new))
-    with pytest.raises(FencedError):
-        keeper.publish(7, 1, manifest_of(old))
-    keeper.seal(epoch=1, generation=3)  # this very process is a worker of epoch 1
-    with pytest.raises(FencedError):
-        keeper.publish(6, 2, manifest_of(new))
-    snapshot(keeper, path, 9, generation=2)
-    keeper.persist("w0", path, 9, 2)
-    assert "generation 2 is over" in node.wait_for(ShardFailed)[0].reason
-
-
-def test_seal_kills_older_epochs_and_lasts(node: Node) -> None:
-    keeper = node.boot()
-    keeper.hello("old", node.child(), epoch=1)
-    keeper.hello("new", node.child(), epoch=2)
-    keeper.seal(epoch=2, generation=5)
-    assert node.children[0].wait(5) == -9
-    assert node.children[1].poll() is None
-    with pytest.raises(FencedError):
-        keeper.hello("late", os.getpid(), epoch=1)
-    with pytest.raises(FencedError):
-        keeper.seal(epoch=1, generation=9)
-    keeper.seal(epoch=2, generation=4)
-    _abandon(keeper)
-    again = node.boot()
-    assert again.inventory().fence == 5
-    with pytest.raises(FencedError):
-        again.hello("late", os.getpid(), epoch=1)
-
-
-# ---- workers ----
-
-
-def test_the_end_of_a_process_is_reported_at_once(node: Node) -> None:
-    keeper = node.boot()
-    paths = keeper.hello("w1", node.child(), 1)
-    page = HeartbeatPage.open(paths.heartbeat_path)
-    page.beat(rank=1, generation=3, step=41, phase="backward")
-    assert [(b.rank, b.step, b.phase) for b in keeper.heartbeats()] == [(1, 41, "backward")]
-    node.children[0].kill()
-    killed_s = time.monotonic()
-    fact = node.wait_for(WorkerExited)[0]
-    assert time.monotonic() - killed_s < 1.0
-    assert (fact.worker_id, fact.pid) == ("w1", node.children[0].pid)
-    assert (fact.last_step, fact.last_phase) == (41, "backward")
-    assert keeper.heartbeats() == [] and not os.path.exists(paths.heartbeat_path)
-
-
-def test_a_stop_reaches_the_workers_page(node: Node) -> None:
-    keeper = node.boot()
-    control = ControlPage.open(keeper.hello("w0", os.getpid(), 1).control_path)
-    assert control.stop_requested == 0
-    keeper.set_stop(3)
-    assert control.stop_requested == 3
 
 
 # ---- memory ----

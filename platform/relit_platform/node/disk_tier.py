@@ -6,6 +6,7 @@ The directory is the truth; nothing is remembered in memory. Files of a step lie
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -102,14 +103,15 @@ class DiskTier:
                     continue
                 try:
                     path = os.path.join(self._folder(step, generation), name)
-                    records.append(load_record(self.root, path))
+                    records.append(self._ours(load_record(self.root, path)))
                 except (CorruptShardError, FileNotFoundError) as error:
                     refusals.append(_refusal(step, generation, name, error))
         return records, refusals
 
     def record(self, step: int, generation: int, rank: int) -> ShardPersisted | None:
         """One whole shard, or None."""
-        return read_record(self.root, step, generation, rank)
+        found = read_record(self.root, step, generation, rank)
+        return None if found is None else self._ours(found)
 
     def manifests(self) -> tuple[list[tuple[int, int, bytes]], list[dict[str, Any]]]:
         """(step, generation, bytes) of every published step, parsed and checked, and refusals."""
@@ -179,6 +181,10 @@ class DiskTier:
         if held is None or held.checksums != shard.checksums:
             reason = "is not on this node" if held is None else "has other bytes on this node"
             raise ManifestError(file="manifest", reason=f"{shard.file} {reason}")
+
+    def _ours(self, record: ShardPersisted) -> ShardPersisted:
+        """Records of an adopted folder name the node that wrote them; the files are here now."""
+        return dataclasses.replace(record, node_id=self._node_id)
 
     def _folder(self, step: int, generation: int) -> str:
         return os.path.join(self.root, step_prefix(step, generation))

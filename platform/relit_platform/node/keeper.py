@@ -32,6 +32,7 @@ from relit_platform.facts import (
     Tier,
     WorkerExited,
 )
+from relit_platform.node.adoption import adopt_orphans, claim
 from relit_platform.node.disk_tier import DiskTier, Fence, load_fence, save_fence
 from relit_platform.node.heartbeat import ControlPage
 from relit_platform.node.log_shipping import LogShipper
@@ -59,7 +60,11 @@ SHARED_FOLDERS = ("code", "drills")  # beside the node folders on disk, used by 
 
 
 class NodeKeeper:
-    """Use `start` before anything else, `close` at the end of the run."""
+    """Use `start` before anything else, `close` at the end of the run.
+
+    owner_pid is the process whose end means that this node is gone, by default our own: then a
+    later node of this host takes over the disk tier.
+    """
 
     def __init__(
         self,
@@ -69,12 +74,14 @@ class NodeKeeper:
         store: ObjectStore,
         report: Callable[[object], None],
         clock: Callable[[], float],
+        owner_pid: int | None = None,
     ) -> None:
         self._node_id = node_id
         self._config = config
         self._store = store
         self._report = report
         self._clock = clock
+        self._owner_pid = os.getpid() if owner_pid is None else owner_pid
         self._folders = NodeFolders.of(config.shm_dir, config.disk_dir, run_id, node_id)
         self._slots = SlotPool(self._folders.slots, config.memory_budget_bytes)
         self._disk = DiskTier(self._folders.disk, node_id)
@@ -98,6 +105,8 @@ class NodeKeeper:
         folders = self._folders
         for folder in (folders.slots, folders.heartbeats, folders.logs):
             make_dirs(folder)
+        claim(folders.disk, self._owner_pid)
+        adopt_orphans(folders.disk)
         self._disk.clean()
         self._slots.adopt()
         self._fence = load_fence(folders.fence)
@@ -250,6 +259,7 @@ class NodeKeeper:
             manifests=tuple(manifests),
             fence=max([self._fence.generation, *served]),
             refusals=(*refused_memory, *refused_records, *refused_manifests),
+            disk_root=self._folders.disk,
         )
 
     # ---- object tier ----

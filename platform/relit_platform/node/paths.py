@@ -3,6 +3,7 @@
     <shm_dir>/relit/<run_id>/<node>/   slots/<worker_id>.<n>.slot  heartbeats/<worker_id>
                                        control  workers.json
     <disk_dir>/<run_id>/<node>/        checkpoints/steps/...  logs/<worker_id>.log  fence.json
+                                       owner.json
 
 <node> is the beginning of the node id, so that several raylets of one host stay apart.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from relit_platform.errors import UsageError
 
 NODE_ID_CHARS = 8
+FENCE_FILE = "fence.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -75,7 +77,7 @@ class NodeFolders:
     @property
     def fence(self) -> str:
         """The highest epoch and generation sealed on this node."""
-        return os.path.join(self.disk, "fence.json")
+        return os.path.join(self.disk, FENCE_FILE)
 
     def for_worker(self, worker_id: str) -> NodePaths:
         """What a worker is told. Raises UsageError for an unsafe worker id."""

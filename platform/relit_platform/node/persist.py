@@ -40,7 +40,7 @@ def persist_slot(
     sequence = slot.sequence()
     found = read_record(root, header.step, header.generation, header.rank)
     if found is not None and _same(found, slot):
-        return found
+        return dataclasses.replace(found, node_id=node_id)
     _refuse_if_published(root, header)
     make_dirs(os.path.join(root, step_prefix(header.step, header.generation)))
     _forget_record(root, header)

@@ -124,7 +124,8 @@ class SlotPool:
                     continue
                 parse_header(pooled.slot.image, info.image_bytes, info.path)
             except CorruptShardError as error:
-                refusals.append(_refusal(pooled.slot.path, error))
+                step, generation = pooled.slot.claimed_step()
+                refusals.append(_refusal(pooled.slot.path, error, step, generation))
                 continue
             infos.append(info)
         return infos, refusals
@@ -222,5 +223,13 @@ class SlotPool:
         return sum(pooled.file_bytes for pooled in self._slots.values()) + self._reserved_bytes
 
 
-def _refusal(path: str, error: CorruptShardError) -> dict[str, object]:
-    return {"tier": "memory", "file": path, "reason": str(error)}
+def _refusal(
+    path: str, error: CorruptShardError, step: int = 0, generation: int = 0
+) -> dict[str, object]:
+    return {
+        "tier": "memory",
+        "step": step,
+        "generation": generation,
+        "file": path,
+        "reason": str(error),
+    }

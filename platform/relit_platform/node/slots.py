@@ -208,6 +208,10 @@ class Slot:
             raise CorruptShardError(file=self.path, reason="slot header fails its checksum")
         return header
 
+    def claimed_step(self) -> tuple[int, int]:
+        """(step, generation) as written, unchecked: to name a slot that was refused."""
+        return self._words[_STEP], self._words[_GENERATION]
+
     def read_extras(self) -> bytes:
         """The JSON of a COMPLETE slot, checked. Raises CorruptShardError otherwise."""
         before = self._stable_sequence()

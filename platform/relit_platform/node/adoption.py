@@ -1,0 +1,102 @@
+"""Checkpoints on this disk that belong to a node which is no more, taken over by this one.
+
+A host that was rebooted, or whose Ray was started anew, comes back under another node id, while
+the run's newest committed step lies in the folder of the old one. Each node folder names its
+owner: the raylet that is the parent of the agent. If that process is gone, the folder is an
+orphan; it is moved into ours by one rename, which only one of several new nodes can win, and its
+steps and logs are then merged into our own, manifests last. Cut short anywhere, `adopt_orphans`
+finishes it the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+
+from relit_platform.node.disk_tier import Fence, load_fence, save_fence
+from relit_platform.node.paths import FENCE_FILE
+from relit_platform.node.processes import start_ticks
+from relit_storage.checkpoint.durable import make_dirs, sync_dir, write_file
+from relit_storage.run.layout import STEPS_PREFIX
+
+OWNER_FILE = "owner.json"
+ADOPTED_PREFIX = "adopted-"
+MANIFEST_NAME = "manifest.json"
+MERGED_FOLDERS = (STEPS_PREFIX, "logs")
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def claim(folder: str, owner_pid: int) -> None:
+    """Write down that `owner_pid` keeps this folder; durable."""
+    write_file(os.path.join(folder, OWNER_FILE), [json.dumps(_identity(owner_pid)).encode()])
+
+
+def adopt_orphans(folder: str) -> list[str]:
+    """Merge the orphans beside `folder` into it; answers their names. Blocks for renames only.
+
+    Folders of another host (on a disk that is shared against advice) are never touched.
+    """
+    parent = os.path.dirname(folder)
+    for name in sorted(os.listdir(parent)):
+        orphan = os.path.join(parent, name)
+        if orphan == folder or not _is_orphan(orphan):
+            continue
+        try:
+            os.rename(orphan, os.path.join(folder, ADOPTED_PREFIX + name))
+        except FileNotFoundError:
+            continue  # another node of this host was faster
+        sync_dir(parent)
+        sync_dir(folder)
+    adopted = [name for name in sorted(os.listdir(folder)) if name.startswith(ADOPTED_PREFIX)]
+    for name in adopted:
+        _merge(os.path.join(folder, name), folder)
+    return [name[len(ADOPTED_PREFIX) :] for name in adopted]
+
+
+def _identity(pid: int) -> dict[str, object]:
+    with open(_BOOT_ID, encoding="ascii") as file:
+        boot_id = file.read().strip()
+    return {
+        "host": socket.gethostname(),
+        "boot_id": boot_id,
+        "pid": pid,
+        "start_ticks": start_ticks(pid),
+    }
+
+
+def _is_orphan(folder: str) -> bool:
+    try:
+        with open(os.path.join(folder, OWNER_FILE), "rb") as file:
+            owner = json.loads(file.read())
+        now = _identity(int(owner["pid"]))
+        return bool(owner["host"] == now["host"] and owner != now)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # no node folder, or one that is being made at this moment
+
+
+def _merge(orphan: str, folder: str) -> None:
+    ours, theirs = (load_fence(os.path.join(f, FENCE_FILE)) for f in (folder, orphan))
+    fence = Fence(max(ours.epoch, theirs.epoch), max(ours.generation, theirs.generation))
+    if fence != ours:
+        save_fence(os.path.join(folder, FENCE_FILE), fence)
+    for key in sorted(_files(orphan), key=_manifests_last):
+        target = os.path.join(folder, key)
+        make_dirs(os.path.dirname(target))
+        os.rename(os.path.join(orphan, key), target)
+        sync_dir(os.path.dirname(target))
+    shutil.rmtree(orphan)
+    sync_dir(folder)
+
+
+def _files(orphan: str) -> Iterator[str]:
+    for part in MERGED_FOLDERS:
+        for folder, _, names in os.walk(os.path.join(orphan, part)):
+            for name in names:
+                yield os.path.relpath(os.path.join(folder, name), orphan)
+
+
+def _manifests_last(key: str) -> tuple[bool, str]:
+    return os.path.basename(key) == MANIFEST_NAME, key
