@@ -42,7 +42,7 @@ from relit_platform.worker.process_group import Group, close_group, form_group, 
 from relit_platform.worker.recorder import ROWS_IN_SYNC, Recorder
 from relit_platform.worker.restore import load_plan
 from relit_platform.worker.state_tree import flatten, restore
-from relit_storage.errors import CorruptShardError
+from relit_storage.errors import CorruptShardError, StoreUnavailableError
 
 COLLECTIVE_TIMEOUT_S = 120.0
 NOTHING = -1  # held step of a member without state, in the exchange of held steps
@@ -123,6 +123,9 @@ class Member:
                 continue
             except CorruptShardError as corrupt:
                 fault = self._fault("restore_refused", str(corrupt), dict(corrupt.fields))
+                continue
+            except StoreUnavailableError as away:  # says nothing about the checkpoint: ask again
+                fault = self._fault("timeout", str(away))
                 continue
             assert self._group is not None
             sync.attach(self._group)
