@@ -125,6 +125,8 @@ def test_misuse_is_refused(node: Node) -> None:
         keeper.persist("w1", path, 7, 1)
     with pytest.raises(UsageError):
         keeper.persist("w0", "/etc/passwd", 7, 1)
+    with pytest.raises(UsageError, match="not registered"):
+        keeper.open_slots("w1", 1, 100, 100)
     for name in ("../x", "", ".hidden", "a/b"):
         with pytest.raises(UsageError):
             keeper.hello(name, os.getpid(), 1)
@@ -186,6 +188,7 @@ def test_the_budget_holds_and_dead_slots_make_room(tmpfs: Path) -> None:
     keeper = node.boot()
     dead = worker(keeper, "w0", node.child())
     living = worker(keeper, "w1")
+    keeper.hello("w2", os.getpid(), 1)
     with pytest.raises(BudgetError):
         keeper.open_slots("w2", 1, LAYOUT.total_bytes, 1000)
     for number, path in enumerate(dead):  # steps 1 and 2 of rank 0, as whole as the living one's

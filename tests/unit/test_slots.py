@@ -154,6 +154,30 @@ def test_concurrent_readers_never_see_a_mix(path: str) -> None:
     assert whole > 0
 
 
+def test_headers_are_of_one_moment(path: str) -> None:
+    writer, reader, stop = Slot.open(path), Slot.open(path), threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            writer.begin(generation=number, step=number, rank=number, world=number)
+            writer.commit()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    complete = 0
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        header = reader.info()
+        if header.complete:
+            complete += 1
+            assert header.generation == header.step == header.rank == header.world
+    stop.set()
+    thread.join()
+    assert complete > 0
+
+
 WRITER = """
 import sys
 from relit_platform.node.slots import Slot

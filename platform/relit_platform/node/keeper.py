@@ -54,6 +54,7 @@ UPLOADS_QUEUED = 32
 WATCH_WAIT_S = 0.05
 SWEEP_EVERY_S = 1.0
 LOGS_EVERY_S = 2.0
+CRASH_PAUSE_S = 5.0
 KILL_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 8.0  # of each thread; the supervisor waits 30 s for all of close
 SHARED_FOLDERS = ("code", "drills")  # beside the node folders on disk, used by all workers
@@ -192,15 +193,18 @@ class NodeKeeper:
     ) -> tuple[str, ...]:
         """`count` new slots for a registered worker; blocks while their memory is reserved.
 
-        Slots of dead workers that no restore can want are freed first. Raises BudgetError.
+        Slots of dead workers that no restore can want are freed first. Raises BudgetError, and
+        UsageError for a worker that never said hello or whose process has ended.
         """
-        self._folders.for_worker(worker_id)
+        alive = self._workers.alive()
+        if worker_id not in alive:
+            raise UsageError(message=f"worker {worker_id} is not registered on this node.")
         floor = max(
             (o for o in (self._slots.newest_whole(), self._disk.newest_published()) if o),
             default=None,
         )
         busy = frozenset(path for path, _, _ in self._queued_persists())
-        self._slots.free_dead(self._workers.alive(), busy, floor)
+        self._slots.free_dead(alive, busy, floor)
         return self._slots.open(worker_id, count, image_bytes, extras_capacity)
 
     def release_slots(self, worker_id: str, paths: Sequence[str]) -> None:
@@ -213,7 +217,9 @@ class NodeKeeper:
     def persist(self, worker_id: str, path: str, step: int, generation: int) -> None:
         """Queue a slot that the rank has pinned; its outcome is reported, then it is unpinned.
 
-        Raises UsageError for a path that is not a slot of this worker.
+        A message that comes late, when the slot holds another step, is ignored: the step it asks
+        for was persisted by the sweep. Raises UsageError for a path that is not a slot of this
+        worker.
         """
         pooled = self._slots.find(path)
         if pooled is None or pooled.worker_id != worker_id:
@@ -341,12 +347,15 @@ class NodeKeeper:
     def _watch_loop(self) -> None:
         sweep_at_s = self._clock()
         while not self._closing.is_set():
-            ended = self._watch.poll(WATCH_WAIT_S)
-            for process in ended:
-                self._exited(process)
-            if self._clock() >= sweep_at_s:
-                sweep_at_s = self._clock() + SWEEP_EVERY_S
-                self._sweep_pins()
+            try:
+                for process in self._watch.poll(WATCH_WAIT_S):
+                    self._exited(process)
+                if self._clock() >= sweep_at_s:
+                    sweep_at_s = self._clock() + SWEEP_EVERY_S
+                    self._sweep_pins()
+            except Exception as error:  # the watch must outlive any surprise, and say so
+                self._crashed("watch", error)
+                self._closing.wait(CRASH_PAUSE_S)
 
     def _exited(self, process: ProcessKey) -> None:
         for entry, last in self._workers.remove(process):
@@ -375,7 +384,11 @@ class NodeKeeper:
 
     def _log_loop(self) -> None:
         while not self._closing.wait(LOGS_EVERY_S):
-            self._logs.ship()
+            try:
+                self._logs.ship()
+            except Exception as error:  # as above
+                self._crashed("logs", error)
+                self._closing.wait(CRASH_PAUSE_S)
 
     # ---- small things ----
 

@@ -46,10 +46,10 @@ class SlotPool:
         """Take over the files that are there; unfinished and damaged ones are removed."""
         for name in sorted(os.listdir(self._folder)):
             path = os.path.join(self._folder, name)
-            if not name.endswith(SUFFIX):
+            worker_id, _, number = name.removesuffix(SUFFIX).rpartition(".")
+            if not name.endswith(SUFFIX) or not number.isdecimal():
                 os.unlink(path)  # a creation that was cut short
                 continue
-            worker_id, number = name[: -len(SUFFIX)].rsplit(".", 1)
             try:
                 pooled = PooledSlot(worker_id, Slot.open(path), os.stat(path).st_size)
             except CorruptShardError as error:
@@ -109,7 +109,10 @@ class SlotPool:
         """COMPLETE slots that wait to be persisted."""
         found = []
         for pooled in self._snapshot().values():
-            info = self._info(pooled, "")
+            try:
+                info = self._info(pooled, "")
+            except CorruptShardError:
+                continue  # the inventory says so
             if info is not None and info.pinned:
                 found.append(pooled)
         return found
@@ -118,12 +121,15 @@ class SlotPool:
         """Every COMPLETE slot, its image header parsed, and what was refused and why."""
         infos, refusals = [], list(self._refusals)
         for pooled in self._snapshot().values():
+            before = pooled.slot.sequence()
             try:
                 info = self._info(pooled, node_id)
                 if info is None:
                     continue
                 parse_header(pooled.slot.image, info.image_bytes, info.path)
             except CorruptShardError as error:
+                if pooled.slot.sequence() != before:
+                    continue  # its owner has begun the next snapshot meanwhile
                 step, generation = pooled.slot.claimed_step()
                 refusals.append(_refusal(pooled.slot.path, error, step, generation))
                 continue

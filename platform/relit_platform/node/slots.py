@@ -30,6 +30,7 @@ from relit_platform.errors import BudgetError, UsageError
 from relit_storage.errors import CorruptShardError
 
 PAGE_BYTES = 4096
+READ_TRIES = 1000  # a writer is inside begin or commit for microseconds
 MAGIC = int.from_bytes(b"RELITSL1", "little")
 
 # Indexes of 8-byte words in page 0. Geometry is written once; facts change with each snapshot.
@@ -187,26 +188,21 @@ class Slot:
         return self._words[_SEQUENCE]
 
     def info(self) -> SlotHeader:
-        """What the slot says of itself.
+        """What the slot says of itself, at one moment, also while its owner writes it.
 
-        Raises CorruptShardError if a COMPLETE slot's facts fail their checksum, which a writer
-        starting at this very moment can also cause: then read again.
+        Raises CorruptShardError if a COMPLETE slot's facts fail their checksum.
         """
         words = self._words
-        header = SlotHeader(
-            state=self._state(),
-            pinned=self.pinned,
-            image_bytes=words[_IMAGE_BYTES],
-            extras_capacity=words[_EXTRAS_CAPACITY],
-            generation=words[_GENERATION],
-            step=words[_STEP],
-            rank=words[_RANK],
-            world=words[_WORLD],
-            extras_bytes=words[_EXTRAS_BYTES],
-        )
-        if header.complete and words[_FACTS_CRC] != self._facts_crc():
-            raise CorruptShardError(file=self.path, reason="slot header fails its checksum")
-        return header
+        for _ in range(READ_TRIES):
+            before = words[_SEQUENCE]
+            header = self._read_header()
+            intact = words[_FACTS_CRC] == self._facts_crc()
+            if words[_SEQUENCE] != before or self._state() is not header.state:
+                continue
+            if header.complete and not intact:
+                raise CorruptShardError(file=self.path, reason="slot header fails its checksum")
+            return header
+        raise CorruptShardError(file=self.path, reason="slot header never stands still")
 
     def claimed_step(self) -> tuple[int, int]:
         """(step, generation) as written, unchecked: to name a slot that was refused."""
@@ -236,6 +232,20 @@ class Slot:
         """Raise CorruptShardError if the slot was written since `sequence()` was taken."""
         if self._words[_SEQUENCE] != sequence or self._state() is not SlotState.COMPLETE:
             raise CorruptShardError(file=self.path, reason="slot was overwritten")
+
+    def _read_header(self) -> SlotHeader:
+        words = self._words
+        return SlotHeader(
+            state=self._state(),
+            pinned=self.pinned,
+            image_bytes=words[_IMAGE_BYTES],
+            extras_capacity=words[_EXTRAS_CAPACITY],
+            generation=words[_GENERATION],
+            step=words[_STEP],
+            rank=words[_RANK],
+            world=words[_WORLD],
+            extras_bytes=words[_EXTRAS_BYTES],
+        )
 
     def _require_writing(self) -> None:
         if self._state() is not SlotState.WRITING:
