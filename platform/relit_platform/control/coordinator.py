@@ -17,12 +17,12 @@ steps from the agents' disks. Joins that come before wait.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from relit_platform.control.checkpoint_desk import CheckpointDesk
+from relit_platform.control.generation_desk import GenerationDesk
 from relit_platform.control.journal import Journal
 from relit_platform.control.planning import Answer, Planner
 from relit_platform.control.ports import AgentError, AgentPort, BackgroundPort, ObjectPort
@@ -30,12 +30,10 @@ from relit_platform.control.rebuild import Found, checkpoints, gather
 from relit_platform.control.status import make_status
 from relit_platform.errors import PlatformError
 from relit_platform.facts import (
-    Dismissed,
     Drained,
     Fact,
     JoinReply,
     JoinRequest,
-    Refused,
     RowBatch,
     RunHistory,
     ShardFailed,
@@ -45,39 +43,22 @@ from relit_platform.facts import (
     Waiting,
     WorkerExited,
 )
-from relit_platform.machines.budget import BudgetState, note_recovery, note_user_error
-from relit_platform.machines.checkpoint_state import (
-    Adopted,
-    CheckpointEvent,
-    GenerationFormed,
-    Note,
-    Persisting,
-)
+from relit_platform.machines.checkpoint_state import Adopted, CheckpointEvent, Note, Persisting
 from relit_platform.machines.generation import (
-    Action,
-    Announce,
-    Dismiss,
-    Emit,
-    EpochStarted,
     Event,
-    GenerationState,
-    Halted,
     Joined,
     MemberFinished,
     Phase,
     Planned,
     PlanRestore,
-    Refuse,
     StopRequested,
     Tick,
     WorkerGone,
-    advance,
     next_deadline,
 )
 from relit_platform.run_config import RunConfig
 
 MAX_BLOCKED_JOINS = 48
-MAX_REPLIES = 4096
 TICK_S = 1.0
 STOP_NUMBER = 1
 STOP_AGAIN_S = 1.0
@@ -102,24 +83,26 @@ class Coordinator:
         self._background = background
         self._clock = clock
         self._sleep = sleep
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # re-entrant: background work may come back at once
         self._epoch_lock = threading.Lock()
-        scaling = config.scaling
-        self._state = GenerationState(world=scaling.workers, spares=scaling.spares)
-        self._budget = BudgetState()
-        self._replies: dict[str, JoinReply] = {}
         self._blocked = 0
         self._next_tick_s = 0.0
         self._stop_told_s = -STOP_AGAIN_S
-        self._restoring: frozenset[tuple[int, int]] = frozenset()
-        self.journal = Journal(clock)
-        self._desk = CheckpointDesk(
+        self._journal = Journal(clock)
+        self._saves = CheckpointDesk(
             config=config,
             agents=agents,
             objects=objects,
             background=background,
             reenter=self._checkpoint,
             say=self._note,
+            clock=clock,
+        )
+        self._members = GenerationDesk(
+            config=config,
+            journal=self._journal,
+            checkpoints=self._saves,
+            plan=self._plan,
             clock=clock,
         )
         self._planner = Planner(
@@ -141,33 +124,41 @@ class Coordinator:
         history = history or RunHistory()
         with self._epoch_lock:
             with self._changed:
-                self._remember(history)
-                if epoch <= self._state.epoch:
-                    return self._state.newest
-                newest = max(self._state.newest, history.generation)
+                self._members.remember(history)
+                state = self._members.state
+                if epoch <= state.epoch:
+                    return state.newest
+                newest = max(state.newest, history.generation)
             found = gather(self._agents, self._objects, epoch, newest, self._sleep)
             with self._changed:
-                self._begin(epoch, found, history)
-                return self._state.newest
+                self._members.begin_epoch(epoch, found.generation, found.holders, history)
+                self._saves.begin_epoch(epoch, self._members.state.lineage)
+                self._adopt(found)
+                for what, reason in found.silent.items():
+                    data = {"what": what, "reason": reason}
+                    self._members.say("part.silent", data, "warning")
+                self._changed.notify_all()
+                return self._members.state.newest
 
     def drain(self, after: int) -> Drained:
         """Facts and rows numbered above `after`, and the status. Forgets those up to `after`."""
         with self._changed:
             self._tick()
-            return self.journal.outbox.drain(after, self.status())
+            return self._journal.outbox.drain(after, self.status())
 
     def status(self) -> dict[str, Any]:
         """What status.json shows of the run; plain JSON. See status.py."""
         with self._changed:
+            members = self._members
             return make_status(
-                self._config, self._state, self._desk.book, self.journal, self._budget
+                self._config, members.state, self._saves.book, self._journal, members.budget
             )
 
     def request_stop(self, reason: str) -> None:
         """Have the run end at its next boundary. Repeating it is harmless."""
         with self._changed:
-            if not self._state.stopping:
-                self._say("stop.requested", {"reason": reason})
+            if not self._members.state.stopping:
+                self._members.say("stop.requested", {"reason": reason})
             self._feed(StopRequested(reason=reason))
             now = self._clock()
             if now - self._stop_told_s < STOP_AGAIN_S:
@@ -182,20 +173,21 @@ class Coordinator:
         deadline_s = self._clock() + wait_s
         worker = request.worker_id
         with self._changed:
+            replies = self._members.replies
             if self._blocked >= MAX_BLOCKED_JOINS:
                 deadline_s = min(deadline_s, self._clock() + 0.1)
-            self._replies.pop(worker, None)
+            replies.pop(worker, None)
             heard_epoch = self._joined(request, wait_s)
             self._blocked += 1
             try:
-                while worker not in self._replies and self._clock() < deadline_s:
+                while worker not in replies and self._clock() < deadline_s:
                     self._changed.wait(self._pause_s(deadline_s))
                     self._tick()
-                    if heard_epoch != self._state.epoch and worker not in self._replies:
+                    if heard_epoch != self._members.state.epoch and worker not in replies:
                         heard_epoch = self._joined(request, deadline_s - self._clock())
             finally:
                 self._blocked -= 1
-            return self._replies.get(worker) or self._waiting(worker)
+            return replies.get(worker) or self._waiting(worker)
 
     def persisting(
         self, step: int, generation: int, rank: int, world: int, final: bool = False
@@ -208,18 +200,22 @@ class Coordinator:
     def rows(self, batch: RowBatch) -> None:
         """Rows of completed steps; see RowBatch."""
         with self._changed:
-            self.journal.take_rows(batch, self._state.newest, self._state.lineage)
+            state = self._members.state
+            self._journal.take_rows(batch, state.newest, state.lineage)
 
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
         """A worker's function has returned. rank -1: it never had a place."""
         with self._changed:
-            if self._state.phase is Phase.DONE or (rank < 0 and not self._holds(worker_id)):
+            state = self._members.state
+            if state.phase is Phase.DONE or (rank < 0 and state.rank_of(worker_id) is None):
                 return
-            self._feed(MemberFinished(worker_id=worker_id, rank=rank))
-            held = self._state.rank_of(worker_id)
+            held = state.rank_of(worker_id)
+            if held is None and rank not in state.holders:
+                held = rank  # a re-created manager that meets this member for the first time
             if held is not None:
-                self.journal.note_finished(held, value_json, stopped)
-                self._say("rank.finished", {"rank": held, "worker_id": worker_id})
+                self._journal.note_finished(held, value_json, stopped)
+                self._members.say("rank.finished", {"rank": held, "worker_id": worker_id})
+            self._feed(MemberFinished(worker_id=worker_id, rank=rank))
 
     def user_error(
         self,
@@ -232,15 +228,12 @@ class Coordinator:
     ) -> tuple[bool, str]:
         """The user's loop raised. Returns whether it may be tried again, and why (not)."""
         with self._changed:
-            held = self._state.rank_of(worker_id)
-            self._budget, verdict = note_user_error(
-                self._budget,
-                self._config.recovery,
+            held = self._members.state.rank_of(worker_id)
+            verdict = self._members.user_error(
+                rank=rank if held is None else held,
+                step=step,
                 error_type=error_type,
                 message=message,
-                step=step,
-                rank=rank if held is None else held,
-                processes=self._config.scaling.workers + self._config.scaling.spares,
             )
             data = {
                 "worker_id": worker_id,
@@ -252,7 +245,7 @@ class Coordinator:
                 "final": not verdict.go_on,
                 "reason": verdict.reason,
             }
-            self._say("worker.error", self._with_marks(data), "error")
+            self._members.say("worker.error", self._members.with_marks(data), "error")
             if not verdict.go_on:
                 self._halt(verdict)
             return verdict.go_on, verdict.reason
@@ -268,32 +261,40 @@ class Coordinator:
                 self._worker_exited(fact)
             case Fact():
                 with self._changed:
-                    self._remember_loop(fact)
-                    self.journal.outbox.add(fact)
+                    if fact.kind == "loop.begun":
+                        self._journal.loop = dict(fact.data)
+                        self._saves.data_id = str(fact.data.get("data") or "")
+                    self._journal.outbox.add(fact)
             case _:
                 raise TypeError(f"no fact: {type(fact).__name__}")
 
     # ---- under the lock ----
 
-    def _holds(self, worker: str) -> bool:
-        return self._state.rank_of(worker) is not None
+    def _feed(self, event: Event) -> None:
+        if self._members.feed(event):
+            self._changed.notify_all()
+
+    def _halt(self, verdict: Verdict) -> None:
+        self._members.halt(verdict)
+        self._changed.notify_all()
 
     def _joined(self, request: JoinRequest, hold_s: float) -> int:
-        self.journal.note_completed(request.step or 0)
+        self._journal.note_completed(request.step or 0)
         self._feed(Joined(request=request, hold_s=max(0.0, hold_s)))
-        return self._state.epoch
+        return self._members.state.epoch
 
     def _waiting(self, worker: str) -> Waiting:
-        if worker not in self._state.waiting:
+        state = self._members.state
+        if worker not in state.waiting:
             return Waiting(spare=False, reason="the manager does not know this epoch yet")
-        spare = self._state.phase is Phase.RUNNING
+        spare = state.phase is Phase.RUNNING
         reason = "every place is taken" if spare else "the generation is not complete"
         return Waiting(spare=spare, reason=reason)
 
     def _pause_s(self, deadline_s: float) -> float:
         """Until the answer is due, or a silent member loses its place."""
         now = self._clock()
-        due = next_deadline(self._state)
+        due = next_deadline(self._members.state)
         ends = [deadline_s, now + TICK_S] + ([due] if due is not None and due > now else [])
         return max(0.0, min(ends) - now)
 
@@ -301,148 +302,26 @@ class Coordinator:
         self._feed(Tick())
         if self._clock() >= self._next_tick_s:
             self._next_tick_s = self._clock() + TICK_S
-            self._desk.tick()
+            self._saves.tick()
 
-    def _feed(self, event: Event) -> None:
-        """Advance the generation machine and perform what it asks for."""
-        self._state, actions = advance(self._state, event, self._clock())
-        reached = self._state
-        for action in actions:
-            self._perform(action)
-            if self._state is not reached:
-                break  # the budget ended the run on the way: the rest no longer holds
-        if actions:
-            self._changed.notify_all()
-
-    def _perform(self, action: Action) -> None:
-        match action:
-            case Announce():
-                self._announce(action)
-            case Dismiss():
-                for worker in action.worker_ids:
-                    self._reply(worker, Dismissed(reason=action.reason))
-            case Refuse():
-                newest = self._state.newest
-                self._reply(
-                    action.worker_id, Refused(reason=action.reason, newest_generation=newest)
-                )
-            case PlanRestore():
-                self._background.submit(partial(self._planner.plan, action))
-            case Emit():
-                self._emitted(action)
-
-    def _reply(self, worker: str, reply: JoinReply) -> None:
-        self._replies.pop(worker, None)
-        self._replies[worker] = reply
-        while len(self._replies) > MAX_REPLIES:
-            del self._replies[next(iter(self._replies))]
-
-    def _announce(self, action: Announce) -> None:
-        for worker, assignment in action.assignments.items():
-            # Steps that are done again send their rows again: equal losses are the proof.
-            last = min(self.journal.rows.newest, assignment.source.step)
-            self._reply(worker, replace(assignment, last_row_step=last))
-            plan = assignment.source.plan
-            self._restoring = frozenset({(plan.step, plan.generation)} if plan else ())
-
-    def _emitted(self, action: Emit) -> None:
-        data = self._with_marks(action.data)
-        match action.kind:
-            case "generation.lost":
-                self._generation_lost(data)
-            case "generation.formed":
-                self.journal.note_formed(data)
-                self._say(action.kind, data, step=data["start_step"])
-                self._desk.feed(
-                    GenerationFormed(
-                        generation=data["generation"],
-                        start_step=data["start_step"],
-                        protected=self._restoring,
-                    )
-                )
-            case _:
-                self._say(action.kind, data, action.level)
-
-    def _generation_lost(self, data: dict[str, Any]) -> None:
-        self._budget, verdict = note_recovery(
-            self._budget, self._config.recovery, self.journal.completed_step
-        )
-        data["budget"] = {
-            "used": self._budget.recoveries,
-            "allowed": self._config.recovery.max_recoveries,
-            "without_progress": self._budget.streak,
-        }
-        self._say("generation.lost", data, "warning")
-        if not verdict.go_on:
-            self._halt(verdict)
-
-    def _halt(self, verdict: Verdict) -> None:
-        self.journal.verdict = verdict
-        self._say("run.verdict", {"code": verdict.code, "reason": verdict.reason}, "error")
-        self._feed(Halted(reason=f"{verdict.code}: {verdict.reason}"))
-
-    def _begin(self, epoch: int, found: Found, history: RunHistory) -> None:
-        was, old = self._state.epoch, self._state
-        over = old.phase is not Phase.DONE
-        ended = [old.holders[r] for r in old.unfinished() if r in old.holders and over]
-        self.journal.begin_epoch(history)
-        self._feed(
-            EpochStarted(
-                epoch=epoch,
-                seen_generation=found.generation,
-                holders=found.holders,
-                lineage=history.lineage,
-            )
-        )
-        self._desk.begin_epoch(epoch, self._state.lineage)
+    def _adopt(self, found: Found) -> None:
         for checkpoint, manifest in checkpoints(found):
             if manifest is not None:
-                self._desk.know_manifest(checkpoint.key, manifest)
-            self._desk.feed(Adopted(checkpoint=checkpoint))
-        data = {"epoch": epoch, "was": was, "ended": ended, "holders": len(found.holders)}
-        self._say("epoch.started", self._with_marks(data))
-        for what, reason in found.silent.items():
-            self._say("part.silent", {"what": what, "reason": reason}, "warning")
-        self._changed.notify_all()
+                self._saves.know_manifest(checkpoint.key, manifest)
+            self._saves.feed(Adopted(checkpoint=checkpoint))
 
-    def _remember(self, history: RunHistory) -> None:
-        self._budget = replace(
-            self._budget,
-            recoveries=max(self._budget.recoveries, history.recoveries),
-            step=max(self._budget.step, history.last_row_step),
-        )
-        self.journal.note_completed(history.last_row_step)
+    def _plan(self, request: PlanRestore) -> None:
+        self._background.submit(partial(self._planner.plan, request))
 
-    def _remember_loop(self, fact: Fact) -> None:
-        if fact.kind == "loop.begun":
-            self.journal.loop = dict(fact.data)
-            self._desk.data_id = str(fact.data.get("data") or "")
-
-    def _with_marks(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """What the incident machine needs beside the fact itself."""
-        marks = {
-            "noticed_at_s": self._clock(),
-            "completed_step": self.journal.completed_step,
-        }
-        return {**marks, **data}
-
-    def _say(
-        self, kind: str, data: Mapping[str, Any], level: str = "info", step: int | None = None
-    ) -> None:
-        at_s = data.get("at_s")
-        self.journal.say(
-            kind, data, generation=self._state.newest, level=level, step=step, at_s=at_s
-        )
-
-    # ---- back from the background ----
+    # ---- from the background ----
 
     def _checkpoint(self, event: CheckpointEvent) -> None:
         with self._changed:
-            self._desk.feed(event)
+            self._saves.feed(event)
 
     def _note(self, note: Note) -> None:
         with self._changed:
-            self.journal.say(
+            self._journal.say(
                 note.kind,
                 note.data,
                 generation=note.generation,
@@ -452,8 +331,11 @@ class Coordinator:
 
     def _planned(self, answer: Answer) -> None:
         with self._changed:
-            if answer.plan_id != self._state.plan_id or self._state.phase is not Phase.PLANNING:
+            state = self._members.state
+            if answer.plan_id != state.plan_id or state.phase is not Phase.PLANNING:
                 return
+            self._members.learn(max((i.fence for i in answer.inventories), default=0))
+            self._adopt(Found(inventories=list(answer.inventories)))
             if answer.source is None:
                 self._halt(Verdict(go_on=False, code="not_restorable", reason=answer.error))
             else:
@@ -461,11 +343,12 @@ class Coordinator:
 
     def _worker_exited(self, fact: WorkerExited) -> None:
         with self._changed:
-            if fact.worker_id in self._state.gone:
+            state = self._members.state
+            if fact.worker_id in state.gone:
                 return  # told twice
-            rank = self._state.rank_of(fact.worker_id)
-            done = self._state.phase is Phase.DONE or rank in self._state.finished
-            self.journal.note_completed(fact.last_step if rank is not None else 0)
+            rank = state.rank_of(fact.worker_id)
+            done = state.phase is Phase.DONE or rank in state.finished
+            self._journal.note_completed(fact.last_step if rank is not None else 0)
             data = {
                 "worker_id": fact.worker_id,
                 "node_id": fact.node_id,
@@ -477,12 +360,12 @@ class Coordinator:
                 "expected": done,
             }
             level = "info" if done or rank is None else "warning"
-            self._say("worker.exited", self._with_marks(data), level)
+            self._members.say("worker.exited", self._members.with_marks(data), level)
             self._feed(WorkerGone(worker_id=fact.worker_id))
 
     def _set_stop(self) -> None:
-        for node in self._agents.nodes():
-            try:
+        try:
+            for node in self._agents.nodes():
                 self._agents.set_stop(node, STOP_NUMBER)
-            except (AgentError, PlatformError):
-                pass  # asked again with the supervisor's next request
+        except (AgentError, PlatformError):
+            pass  # asked again with the supervisor's next request

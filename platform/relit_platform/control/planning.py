@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relit_platform.control.ports import AgentError, AgentPort, BackgroundPort, ObjectPort
+from relit_platform.errors import PlatformError
 from relit_platform.facts import NodeInventory, RestorePlan, StateSource
 from relit_platform.machines.generation import PlanRestore
 from relit_platform.machines.restore import Nothing, ObjectCommit, plan_restore
 from relit_platform.node.paths import NodeFolders
 from relit_platform.run_config import RunConfig
-from relit_storage.errors import NotRestorableError, StoreError
+from relit_storage.errors import FencedError, NotRestorableError, StoreError
 
 STORE_TRIES = 30
 NEAR_TRIES = 3
@@ -23,11 +24,15 @@ RETRY_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The outcome of a plan: a source, or why nothing can be restored."""
+    """The outcome of a plan: a source, or why nothing can be restored.
+
+    inventories: of agents that may be newer than the epoch, so that their steps are adopted.
+    """
 
     plan_id: int
     source: StateSource | None
     error: str = ""
+    inventories: tuple[NodeInventory, ...] = ()
 
 
 class Planner:
@@ -54,7 +59,7 @@ class Planner:
         Until then a plan from memory or disk is taken only after NEAR_TRIES: the object tier may
         hold a newer step than a disk that has lost some.
         """
-        inventories = self._inventories()
+        inventories = self._inventories(request)
         problem = ""
         commits: Sequence[ObjectCommit] = ()
         try:
@@ -86,27 +91,42 @@ class Planner:
             error_text = f"the object tier cannot be read: {problem}"
             self._answer(Answer(plan_id=request.plan_id, source=None, error=error_text))
             return
-        self._answer(Answer(plan_id=request.plan_id, source=_source(outcome, problem)))
+        self._answer(
+            Answer(
+                plan_id=request.plan_id,
+                source=_source(outcome, problem),
+                inventories=tuple(inventories),
+            )
+        )
 
     def _again(self, request: PlanRestore, tries: int) -> None:
         self._background.submit(lambda: self.plan(request, tries + 1), RETRY_S)
 
-    def _inventories(self) -> list[NodeInventory]:
-        """Of every agent that answers; one that does not has nothing to restore from now."""
-        found = []
+    def _inventories(self, request: PlanRestore) -> list[NodeInventory]:
+        """Of every agent that answers; one that does not has nothing to restore from now.
+
+        An agent may have come to life with the workers, after the epoch began: it is sealed here.
+        """
+        try:
+            nodes = self._agents.nodes()
+        except AgentError:
+            return []
+        found = [self._inventory(node, request) for node in nodes]
+        return [inventory for inventory in found if inventory is not None]
+
+    def _inventory(self, node: str, request: PlanRestore) -> NodeInventory | None:
         checkpoint = self._config.checkpoint
-        for node in self._agents.nodes():
-            try:
-                inventory = self._agents.inventory(node)
-            except AgentError:
-                continue
-            if not inventory.disk_root:
-                folders = NodeFolders.of(
-                    checkpoint.shm_dir, checkpoint.disk_dir, self._config.run_id, node
-                )
-                inventory = replace(inventory, disk_root=folders.disk)
-            found.append(inventory)
-        return found
+        try:
+            self._agents.seal(node, request.epoch, request.generation)
+            inventory = self._agents.inventory(node)
+        except (AgentError, PlatformError, FencedError):
+            return None  # away, or serving a newer epoch: then this manager is over as well
+        if inventory.disk_root:
+            return inventory
+        folders = NodeFolders.of(
+            checkpoint.shm_dir, checkpoint.disk_dir, self._config.run_id, node
+        )
+        return replace(inventory, disk_root=folders.disk)
 
 
 def _source(outcome: RestorePlan | Nothing, problem: str) -> StateSource:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from relit_platform.control.ports import AgentError, AgentPort, ObjectPort
+from relit_platform.errors import PlatformError
 from relit_platform.facts import Heartbeat, NodeInventory, ShardPersisted
 from relit_platform.machines.checkpoint_state import Checkpoint, Key
 from relit_platform.machines.restore import ObjectCommit
@@ -46,7 +47,8 @@ def gather(
 ) -> Found:
     """Fence older epochs off and collect what is there. Blocks; what stays silent is named.
 
-    Raises FencedError if a newer epoch has taken over, at an agent or in the log.
+    Raises FencedError if a newer epoch has taken over, at an agent or in the log, and AgentError
+    if the agents cannot even be listed.
     """
     found = Found(generation=generation)
     try:
@@ -55,7 +57,7 @@ def gather(
         found.commits = _patient(objects.commits, sleep)
     except StoreError as error:
         found.silent["object tier"] = str(error)
-    nodes = agents.nodes()
+    nodes = _patient(agents.nodes, sleep)
     first = _each(nodes, agents.inventory, found, sleep)
     found.generation = max([found.generation, *(i.fence for i in first.values())])
     _each(first, lambda node: agents.seal(node, epoch, found.generation), found, sleep)
@@ -119,7 +121,7 @@ def _each(
     for node in nodes:
         try:
             answers[node] = _patient(lambda node=node: call(node), sleep)  # type: ignore[misc]
-        except AgentError as error:
+        except (AgentError, PlatformError) as error:
             found.silent[f"agent {node}"] = str(error)
     return answers
 

@@ -167,7 +167,12 @@ def _source_or_plan(state: GenerationState, places: Mapping[int, str]) -> Step:
     plan_id = state.plan_id + 1
     state = replace(state, phase=Phase.PLANNING, plan_id=plan_id, chosen=dict(places))
     plan = PlanRestore(
-        plan_id=plan_id, nodes=tuple(nodes), excluded=state.excluded, lineage=state.lineage
+        plan_id=plan_id,
+        epoch=state.epoch,
+        generation=state.newest,
+        nodes=tuple(nodes),
+        excluded=state.excluded,
+        lineage=state.lineage,
     )
     return state, [plan]
 

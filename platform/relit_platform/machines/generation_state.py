@@ -146,9 +146,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRestore:
-    """Find where the state comes from and answer with Planned(plan_id). nodes: of the ranks."""
+    """Find where the state comes from and answer with Planned(plan_id). nodes: of the ranks.
+
+    epoch and generation: what every agent has to be sealed at before it is asked.
+    """
 
     plan_id: int
+    epoch: int
+    generation: int
     nodes: tuple[str, ...]
     excluded: tuple[dict[str, Any], ...]
     lineage: Lineage
