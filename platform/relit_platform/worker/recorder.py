@@ -65,8 +65,8 @@ class Recorder:
         self._rows: deque[dict[str, Any]] = deque(maxlen=ROWS_KEPT)
         self._shipped_step = 0
         self._shipped_at_s = 0.0
-        self._ack: Any = None
         self._place = (0, 0)  # rank, generation
+        self._memory_step: int | None = None
         self._skips = 0
         self.drill: Drill | None = None
         self._data_id = ""
@@ -111,7 +111,6 @@ class Recorder:
         """A new generation was entered; rows after last_row_step are sent again by rank 0."""
         self._place = (rank, generation)
         self._shipped_step = last_row_step
-        self._ack = None
 
     # ---- the boundary ----
 
@@ -170,6 +169,7 @@ class Recorder:
         if taken.path is None:
             self._skipped(member, step, taken.reason)
             return
+        self._memory_step = step
         if to_disk:
             self._snapshotter.pin(taken.path)
             self.manager.send("persisting", step, member.generation, rank, member.world, last)
@@ -220,15 +220,20 @@ class Recorder:
         self._rows = deque((merged[s] for s in sorted(merged) if s <= step), maxlen=ROWS_KEPT)
 
     def _ship(self, now_s: float, *, force: bool) -> None:
-        rank, generation = self._place
-        if rank != 0 or (not force and now_s - self._shipped_at_s < SHIP_EVERY_S):
+        """Rank 0 sends the new rows; every rank says what it has whole in shared memory."""
+        if not force and now_s - self._shipped_at_s < SHIP_EVERY_S:
             return
         self._shipped_at_s = now_s
-        fresh = tuple(row for row in self._rows if row["step"] > self._shipped_step)
-        if not fresh:
-            return
-        batch = RowBatch(generation=generation, rank=rank, rows=fresh)
-        if self.manager.send("rows", batch) is not None:
+        rank, generation = self._place
+        fresh = tuple(r for r in self._rows if r["step"] > self._shipped_step) if rank == 0 else ()
+        batch = RowBatch(
+            generation=generation,
+            rank=rank,
+            rows=fresh,
+            worker_id=self._worker_id,
+            memory_step=self._memory_step,
+        )
+        if self.manager.send("rows", batch) is not None and fresh:
             self._shipped_step = fresh[-1]["step"]
 
     # ---- rare ----
