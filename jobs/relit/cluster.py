@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from pathlib import Path
 from relit.errors import ClusterStartError, ClusterUnreachableError
 
 START_TIMEOUT_S = 120.0
+TEMP_PREFIX = "relit-"  # of Ray's session folder; short, because socket paths end at 107 bytes
 _ANSWER_TIMEOUT_S = 5.0
 _PRIVATE = 0o600
 
@@ -163,7 +165,7 @@ def _why_silent(url: str, timeout_s: float) -> str:
 
 def _start_keeper() -> ClusterInfo:
     """Start the keeper detached from this process and wait for its record."""
-    record_path().unlink(missing_ok=True)
+    _forget_dead_cluster()
     log = os.open(log_path(), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _PRIVATE)
     try:
         keeper = subprocess.Popen(
@@ -187,6 +189,14 @@ def _start_keeper() -> ClusterInfo:
         time.sleep(0.02)
     keeper.terminate()
     raise ClusterStartError(cause=f"not up after {START_TIMEOUT_S:.0f} s", log=str(log_path()))
+
+
+def _forget_dead_cluster() -> None:
+    """Remove what a killed keeper could not: its record and Ray's session files."""
+    info = read_record()
+    if info and Path(info.temp_dir).name.startswith(TEMP_PREFIX):
+        shutil.rmtree(info.temp_dir, ignore_errors=True)
+    record_path().unlink(missing_ok=True)
 
 
 def _log_tail() -> str:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from relit.cluster import (
+    TEMP_PREFIX,
     ClusterInfo,
     answers,
     cluster_lock,
@@ -81,7 +82,7 @@ class Keeper:
         self._stop = True
 
     def _start(self) -> bool:
-        self._temp_dir = tempfile.mkdtemp(prefix="relit-")
+        self._temp_dir = tempfile.mkdtemp(prefix=TEMP_PREFIX)
         gcs, client = free_port(), free_port()
         dashboard = free_port(preferred=_DASHBOARD_PORT)
         self._info = ClusterInfo(

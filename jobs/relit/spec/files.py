@@ -80,8 +80,11 @@ def load(path: str, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def to_yaml(spec: JobSpec) -> str:
-    """The specification as YAML; `from_yaml(to_yaml(spec)) == spec`."""
-    return yaml.dump(spec.to_plain(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """The specification as YAML; `from_yaml(to_yaml(spec)) == spec`.
+
+    Pure ASCII: PyYAML breaks lines inside quoted strings at some Unicode characters.
+    """
+    return yaml.dump(spec.to_plain(), Dumper=_Dumper, sort_keys=False)
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

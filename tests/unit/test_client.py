@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from run_files import Driver, FakeJobs, make_spec, submit, write_code
+
+from relit.client import Client
+from relit.errors import (
+    AmbiguousRunError,
+    BadInputError,
+    ClusterUnreachableError,
+    DriftError,
+    NotFinishedError,
+    RunExistsError,
+    RunFinishedError,
+    RunNotFoundError,
+    StoreUnwritableError,
+)
+from relit_storage.run import layout
+
+
+@pytest.fixture
+def jobs() -> FakeJobs:
+    return FakeJobs()
+
+
+@pytest.fixture
+def client(tmp_path: Path, jobs: FakeJobs) -> Client:
+    return Client(store=str(tmp_path / "store"), transport=jobs)
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    return write_code(tmp_path / "code")
+
+
+def test_submit_writes_the_run_then_hands_it_to_ray(
+    client: Client, jobs: FakeJobs, code: Path, tmp_path: Path
+) -> None:
+    job = submit(client, code, owner="ann", config={"lr": 0.1})
+    entrypoint, metadata = jobs.jobs[f"{job.id}-a1"]
+    assert entrypoint == (
+        f"python -m relit.entrypoint --store {tmp_path / 'store'} --run-key default/{job.id}"
+    )
+    assert (metadata["run_id"], metadata["owner"], metadata["job_name"]) == (job.id, "ann", "job")
+    config = job.reader.config()
+    assert config is not None
+    assert config.config == {"lr": 0.1}
+    for key in (layout.CONFIG, layout.RUN, config.code_key, layout.attempt_key(1)):
+        assert job.reader.store.size(key), key
+    assert job.reader.about()["versions"]["ray"]
+    assert job.status()["state"] == "PENDING"
+
+
+def test_the_same_submit_again_is_the_same_run(client: Client, jobs: FakeJobs, code: Path) -> None:
+    first = submit(client, code, run_id="mine")
+    second = submit(client, code, run_id="mine")
+    assert (first.id, second.id) == ("mine", "mine")
+    assert list(jobs.jobs) == ["mine-a1"]
+    assert len(first.reader.attempts()) == 1
+
+
+def test_a_submit_that_was_cut_off_is_completed(client: Client, jobs: FakeJobs, code: Path) -> None:
+    job = submit(client, code, run_id="mine")
+    jobs.jobs.clear()  # the call to Ray was lost
+    for key in (layout.attempt_key(1), layout.RESOLVED, layout.RUN):
+        submit(client, code, run_id="mine")
+        assert list(jobs.jobs) == ["mine-a1"]
+        job.reader.store.delete(layout.attempt_key(1))
+        job.reader.store.delete(key)
+    submit(client, code, run_id="mine")
+    assert job.reader.config() is not None
+
+
+def test_another_specification_under_a_taken_id_is_refused_with_the_difference(
+    client: Client, code: Path
+) -> None:
+    submit(client, code, run_id="mine", config={"lr": 1})
+    with pytest.raises(RunExistsError, match=r"config\.lr: 1 -> 2"):
+        submit(client, code, run_id="mine", config={"lr": 2})
+    write_code(code, "return 1")
+    with pytest.raises(DriftError, match=r"train\.py changed"):
+        submit(client, code, run_id="mine", config={"lr": 1})
+
+
+def test_bad_address_and_bad_store_leave_nothing_behind(
+    client: Client, jobs: FakeJobs, code: Path, tmp_path: Path
+) -> None:
+    jobs.down = True
+    with pytest.raises(ClusterUnreachableError, match="RAY_ADDRESS"):
+        submit(client, code)
+    assert client.list() == []
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreUnwritableError, match="cannot be written"):
+        submit(Client(store=str(tmp_path / "file" / "x"), transport=jobs), code)
+
+
+def test_runs_are_found_by_id_prefix_and_directory(client: Client, code: Path) -> None:
+    one, two = submit(client, code, name="gpt"), submit(client, code, name="digits")
+    assert client.get(one.id).id == one.id
+    assert client.get("dig").id == two.id
+    assert Client(store="elsewhere", transport=FakeJobs()).get(one.path).id == one.id
+    assert {run["run_id"] for run in client.list()} == {one.id, two.id}
+    with pytest.raises(RunNotFoundError):
+        client.get("nope")
+    with pytest.raises(RunNotFoundError):
+        client.get(f"{one.path}x")
+    submit(client, code, name="gpt")
+    with pytest.raises(AmbiguousRunError, match=one.id):
+        client.get("gpt")
+
+
+def test_an_exact_id_wins_over_longer_ones(client: Client, code: Path) -> None:
+    for run_id in ("a", "a-b"):
+        submit(client, code, run_id=run_id)
+    assert client.get("a").id == "a"
+
+
+def test_stop_writes_numbered_commands_and_resume_overtakes_them(
+    client: Client, jobs: FakeJobs, code: Path
+) -> None:
+    job = submit(client, code)
+    driver = Driver(job.reader.store, job.id, time.time())
+    driver.status(state="RUNNING", step=7)
+    assert [job.stop("enough"), job.stop("again")] == [1, 2]
+    body = json.loads(job.reader.store.get(layout.command_key(1, "stop")))
+    assert (body["reason"], body["verb"]) == ("enough", "stop")
+    driver.result(time.time(), state="STOPPED", step=7)
+    with pytest.raises(RunFinishedError, match="STOPPED"):
+        job.stop()
+    again = job.resume(allow=["data"])
+    assert again.reader.store.size(layout.command_key(3, "resume"))
+    assert list(jobs.jobs) == [f"{job.id}-a1", f"{job.id}-a2"]
+    assert again.status()["state"] == "PENDING"
+    config = again.reader.config()
+    assert config is not None
+    assert config.allow_drift == ("data",)
+
+
+def test_resume_needs_a_run_that_is_over_or_lost(client: Client, code: Path) -> None:
+    job = submit(client, code)
+    with pytest.raises(RunFinishedError, match="PENDING"):
+        job.resume()
+    driver = Driver(job.reader.store, job.id, time.time())
+    driver.result(time.time(), state="SUCCEEDED")
+    with pytest.raises(RunFinishedError, match="SUCCEEDED"):
+        job.resume()
+    with pytest.raises(BadInputError, match="allow 'weather'"):
+        job.resume(allow=["weather"])
+
+
+def test_resume_of_a_lost_run(client: Client, jobs: FakeJobs, code: Path) -> None:
+    job = submit(client, code)
+    long_ago = time.time() - 1000
+    Driver(job.reader.store, job.id, long_ago).status(state="RUNNING", step=40)
+    attempt = job.reader.attempts()[0]
+    old = json.dumps({**attempt, "at_s": long_ago}).encode()
+    job.reader.store.put(layout.attempt_key(1), old)
+    status = job.status()
+    assert status["state"] == "LOST"
+    assert f"relit resume {job.id}" in status["reason"]
+    job.resume()
+    assert f"{job.id}-a2" in jobs.jobs
+
+
+def stopped(client: Client, code: Path) -> tuple[Client, Path, str]:
+    job = submit(client, code, config={"lr": 1, "depth": 2})
+    Driver(job.reader.store, job.id, time.time()).result(time.time(), state="STOPPED")
+    return client, code, job.id
+
+
+def test_drift_at_resume_is_shown_and_allowed_only_by_name(client: Client, code: Path) -> None:
+    _, _, run = stopped(client, code)
+    job = client.get(run)
+    with pytest.raises(DriftError, match=r"config\.lr: 1 -> 5.*--allow-config-change"):
+        job.resume(overrides=["config.lr=5"])
+    spec = make_spec(write_code(code, "return 2"), config={"lr": 1, "depth": 2})
+    with pytest.raises(DriftError, match=r"train\.py changed.*--allow-code-change"):
+        job.resume(spec)
+    assert job.status()["state"] == "STOPPED"
+    again = job.resume(spec, ["config.lr=5", "scaling.workers=3"], ["config", "code"])
+    config = again.reader.config()
+    assert config is not None
+    assert (config.config["lr"], config.scaling.workers, config.run_id) == (5, 3, run)
+    changes = again.reader.attempts()[-1]["changes"]
+    assert changes["config.lr"] == [1, 5]
+
+
+def test_settings_that_decide_no_loss_may_change_without_a_flag(client: Client, code: Path) -> None:
+    _, _, run = stopped(client, code)
+    before = client.get(run).reader.config()
+    write_code(code, "return 'the working tree has moved on'")
+    again = client.get(run).resume(overrides=["scaling.workers=2", "checkpoint.keep_disk=5"])
+    config = again.reader.config()
+    assert config is not None
+    assert before is not None
+    assert (config.scaling.workers, config.checkpoint.keep_disk) == (2, 5)
+    assert (config.code_sha, config.config_sha) == (before.code_sha, before.config_sha)
+
+
+def test_wait_gives_the_end_times_out_and_explains_a_failed_job(
+    client: Client, jobs: FakeJobs, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relit.handle._JOB_LOOK_S", 0.0)
+    job = submit(client, code)
+    with pytest.raises(NotFinishedError, match="PENDING"):
+        job.wait(timeout_s=0.1)
+    with pytest.raises(NotFinishedError):
+        job.result()
+    jobs.statuses[f"{job.id}-a1"] = ("FAILED", "no module named relit")
+    with pytest.raises(NotFinishedError, match="no module named relit"):
+        job.wait(timeout_s=5)
+    Driver(job.reader.store, job.id, time.time()).result(time.time(), state="FAILED", reason="r")
+    assert job.wait(timeout_s=5)["state"] == "FAILED"
+    assert job.result()["reason"] == "r"

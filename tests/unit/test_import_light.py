@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "ray", "pyarrow", "s3fs", "botocore", "sklearn")
+
+USES = {
+    "import relit": "import relit",
+    "names": "import relit; [getattr(relit, name) for name in relit.__all__]",
+    "help": "from relit.cli.main import main; main(['--help'])",
+    "every verb's help": (
+        "from relit.cli.main import _VERBS, main; [main([verb, '--help']) for verb in _VERBS]"
+    ),
+    "a run read": (
+        "import relit, tempfile; c = relit.Client(store=tempfile.mkdtemp()); assert c.list() == []"
+    ),
+    "a run not found": "from relit.cli.main import main; assert main(['status', 'nope']) == 102",
+    "the keeper": "import relit.keeper",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_face_loads_neither_torch_nor_ray(use: str, tmp_path: object) -> None:
+    look = f"import sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
+    code = f"{USES[use]}\n{look}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "", "HOME": str(tmp_path), "RELIT_STORE": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_every_public_name_resolves_and_others_do_not() -> None:
+    import relit
+
+    assert [name for name in relit.__all__ if getattr(relit, name) is None] == []
+    assert sorted(relit.__all__) == dir(relit)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        relit.nothing  # noqa: B018

@@ -1,0 +1,171 @@
+"""The local cluster's parts that need no Ray; the real one is in tests/cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relit import cluster, doctor, keeper
+from relit.errors import ClusterStartError, ClusterUnreachableError
+
+INFO = cluster.ClusterInfo(dashboard_url="http://127.0.0.1:1", keeper_pid=1, temp_dir="x")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("http://127.0.0.1:1", "refused"),
+        ("ray://127.0.0.1:10001", "Ray client's port"),
+        ("http://no-such-host.invalid:8265", "no-such-host"),
+    ],
+)
+def test_an_unreachable_address_is_named(address: str, words: str) -> None:
+    with pytest.raises(ClusterUnreachableError, match=words) as caught:
+        cluster.ensure_cluster(address)
+    assert address in str(caught.value)
+
+
+def test_the_environment_names_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster.cluster_named(None) == ""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert cluster.ensure_cluster().gcs_address == "10.0.0.1:6379"
+    assert cluster.cluster_named("http://h:1") == "http://h:1"
+
+
+def test_auth_mode_is_always_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.set_auth_mode(local=True)
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
+    cluster.set_auth_mode(local=False)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_the_record_is_private_and_a_dead_keeper_is_no_cluster() -> None:
+    cluster.write_record(INFO)
+    assert cluster.record_path().stat().st_mode & 0o777 == 0o600
+    assert cluster.read_record() == INFO
+    assert cluster.local_cluster() is None  # pid 1 has another start time
+    assert not cluster.stop_local_cluster()
+
+
+def test_what_a_killed_keeper_left_is_removed(tmp_path: Path) -> None:
+    temp_dir = tmp_path / "relit-abc"
+    (temp_dir / "session").mkdir(parents=True)
+    cluster.write_record(replace(INFO, temp_dir=str(temp_dir)))
+    cluster._forget_dead_cluster()
+    assert not temp_dir.exists()
+    assert cluster.read_record() is None
+
+
+def test_one_starter_at_a_time() -> None:
+    refused = pytest.raises(ClusterStartError, match=r"cluster\.lock")
+    with cluster.cluster_lock(1.0), refused, cluster.cluster_lock(0.1):
+        pass
+    with cluster.cluster_lock(0.1):
+        pass
+
+
+def test_start_command_names_only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "x")
+    command = keeper.start_command(1, 2, 3, "t")
+    assert "--node-ip-address=127.0.0.1" in command
+    assert "--dashboard-host=127.0.0.1" in command
+    environment = keeper.ray_environment("127.0.0.1:1", {"PATH": "bin"})
+    assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert environment["RAY_AUTH_MODE"] == "disabled"
+    assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}bin"
+
+
+def test_free_port_prefers_and_gives_way() -> None:
+    port = keeper.free_port()
+    assert keeper.free_port(preferred=port) == port
+    with socket.socket() as taken:
+        taken.bind((keeper.LOOPBACK, port))
+        taken.listen()
+        assert keeper.free_port(preferred=port) != port
+
+
+def test_exposed_sockets_are_found() -> None:
+    with socket.socket() as inside, socket.socket() as outside:
+        inside.bind(("127.0.0.1", 0))
+        inside.listen()
+        assert doctor.listening_beyond_loopback([os.getpid()]) == []
+        outside.bind(("0.0.0.0", 0))
+        outside.listen()
+        found = doctor.listening_beyond_loopback([os.getpid()])
+        assert [f":{outside.getsockname()[1]} " in text for text in found] == [True]
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("0100007F", True),
+        ("00000000", False),
+        ("020200C0", False),
+        ("00000000000000000000000001000000", True),
+        ("0000000000000000FFFF00000100007F", True),
+        ("00000000000000000000000000000000", False),
+    ],
+)
+def test_kernel_addresses(address: str, loopback: bool) -> None:
+    assert doctor._is_loopback(address) == loopback
+
+
+def test_a_process_is_known_by_pid_and_start() -> None:
+    ticks = cluster.process_ticks(os.getpid())
+    assert ticks > 0
+    assert cluster.process_ticks(2**22 + 1) == 0
+    child = subprocess.Popen(["true"])
+    time.sleep(0.2)
+    assert cluster.process_ticks(child.pid) == 0  # a zombie is gone
+    child.wait()
+
+
+# A keeper whose descendants ignore SIGTERM and leave their parents.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+from relit import keeper
+keeper._prctl(keeper._PR_SET_CHILD_SUBREAPER, 1)
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{deaf}" & {sys.executable} -c "{deaf}" &'])
+time.sleep(0.5)
+before = keeper.descendants(os.getpid())
+keeper.end_descendants(10.0)
+print(len(before), len(keeper.descendants(os.getpid())))
+"""
+
+
+def test_no_descendant_survives_the_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.split() == ["2", "0"], done.stderr
+
+
+def test_a_cluster_that_does_not_come_up_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ClusterStartError, match=r"ended with code 1.*cluster\.log"):
+        cluster.ensure_local_cluster()
+
+
+def test_doctor_reports_instead_of_raising(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    findings = doctor.examine(str(tmp_path / "file" / "store"), "http://127.0.0.1:1")
+    levels = {finding.check: finding.level for finding in findings}
+    assert (levels["store"], levels["cluster"], levels["ray"]) == ("bad", "bad", "ok")
