@@ -1,0 +1,29 @@
+"""One local cluster for all cluster tests, in a home of its own, ended and checked at the end."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[object]:
+    """A running local cluster and a place for runs; nothing of it is left afterwards."""
+    import harness
+    from relit import cluster
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="rl") as folder:
+        patch.setenv("HOME", folder)
+        for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RELIT_STORE"):
+            patch.delenv(name, raising=False)
+        cluster.ensure_cluster()
+        try:
+            yield harness.prepare(Path(folder))
+        finally:
+            cluster.stop_local_cluster()

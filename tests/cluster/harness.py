@@ -1,0 +1,114 @@
+"""What the cluster tests share: one real local cluster, real jobs, real kills, and a leak check.
+
+A fault is addressed by (rank, step, phase) through the spec's `faults`, or is a SIGKILL of a pid
+that status.json names, sent when the run has reached a step. Nothing is timed by sleeping.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import relit
+from relit.examples import digits
+from relit.handle import JobHandle
+
+WAIT_S = 240.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """Where the tests' runs live."""
+
+    root: Path
+    data: Path
+
+    def spec(self, name: str, *, steps: int = 120, **changes: Any) -> relit.JobSpec:
+        """A two-rank digits job; `changes` are fields of JobSpec that differ from the usual."""
+        body: dict[str, Any] = {
+            "name": name,
+            "run_id": name,
+            "entry": "relit.examples.digits:train",
+            "config": {"data": str(self.data), "steps": steps},
+            "store": str(self.root / "store"),
+            "scaling": {"workers": 2},
+            "checkpoint": {
+                "disk_every_steps": 20,
+                "object_every_steps": 40,
+                "disk_dir": str(self.root / "disk"),
+            },
+        }
+        for key, value in changes.items():
+            nested = key in ("scaling", "checkpoint", "recovery", "config")
+            body[key] = {**body.get(key, {}), **value} if nested else value
+        return relit.JobSpec.model_validate(body)
+
+    def submit(self, name: str, **changes: Any) -> JobHandle:
+        """Submit such a job to the local cluster."""
+        return relit.submit(self.spec(name, **changes))
+
+    def run(self, name: str, **changes: Any) -> JobHandle:
+        """Submit it and wait for its end."""
+        job = self.submit(name, **changes)
+        job.wait(timeout_s=WAIT_S)
+        return job
+
+    def leaks(self, run_id: str) -> list[str]:
+        """What a finished run left behind: shared memory, temporary files, worker processes."""
+        found = [str(p) for p in Path("/dev/shm/relit").glob(f"{run_id}*")]
+        found += [str(p) for p in (self.root / "store").rglob("*.tmp*") if run_id in str(p)]
+        return found
+
+
+def prepare(root: Path) -> Lab:
+    """Write the digits data once."""
+    return Lab(root=root, data=digits.prepare(root / "digits"))
+
+
+def losses(job: JobHandle) -> dict[int, float]:
+    """Loss by step, of the surviving line."""
+    return {int(row["step"]): float(row["loss"]) for row in job.metrics()}
+
+
+def until(job: JobHandle, ready: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
+    """Poll the live status until `ready`; fails loudly if the run ends or nothing happens."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        status = job.status()
+        if ready(status):
+            return status
+        assert status["state"] not in ("SUCCEEDED", "FAILED", "STOPPED"), status
+        time.sleep(POLL_S)
+    raise AssertionError(f"not reached in {WAIT_S} s: {job.status()}")
+
+
+def at_step(job: JobHandle, step: int) -> Mapping[str, Any]:
+    """Wait until the run has completed `step` steps."""
+    return until(job, lambda status: int(status.get("step") or 0) >= step)
+
+
+def pids(status: Mapping[str, Any]) -> dict[int, int]:
+    """Pid by rank."""
+    return {int(w["rank"]): int(w["pid"]) for w in status["workers"] if w["rank"] is not None}
+
+
+def kill(*targets: int) -> None:
+    """SIGKILL these pids, all at once; Ray reaps them."""
+    for pid in targets:
+        assert pid > 1
+        os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """True while the process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
