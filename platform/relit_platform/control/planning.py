@@ -54,21 +54,36 @@ class Planner:
         self._answer = answer
 
     def plan(self, request: PlanRestore, tries: int = 1) -> None:
-        """Answer once, now or after retries. A store that stays away is waited for a minute.
+        """Answer once, now or after retries; what does not answer is asked again first.
 
-        Until then a plan from memory or disk is taken only after NEAR_TRIES: the object tier may
-        hold a newer step than a disk that has lost some.
+        After NEAR_TRIES a plan is taken without it, and says so: it could have held a newer step.
+        That there is nothing to restore is believed only when everybody has answered.
         """
-        inventories = self._inventories(request)
-        problem = ""
+        silent: list[str] = []
+        inventories = self._inventories(request, silent)
         commits: Sequence[ObjectCommit] = ()
         try:
             commits = self._objects.commits()
         except StoreError as error:
-            problem = str(error)
-        if problem and tries < NEAR_TRIES:
-            self._again(request, tries)
+            silent.append(f"object tier: {error}")
+        answer = self._choose(request, inventories, commits, silent)
+        found = answer.source is not None and answer.source.kind == "checkpoint"
+        if silent and tries < (NEAR_TRIES if found else STORE_TRIES):
+            self._background.submit(lambda: self.plan(request, tries + 1), RETRY_S)
             return
+        if silent and not found:
+            why = answer.error or f"no checkpoint found, and no answer from {'; '.join(silent)}"
+            answer = replace(answer, source=None, error=why)
+        self._answer(answer)
+
+    def _choose(
+        self,
+        request: PlanRestore,
+        inventories: Sequence[NodeInventory],
+        commits: Sequence[ObjectCommit],
+        silent: Sequence[str],
+    ) -> Answer:
+        answer = Answer(plan_id=request.plan_id, source=None, inventories=tuple(inventories))
         try:
             outcome = plan_restore(
                 inventories,
@@ -79,66 +94,41 @@ class Planner:
                 self._config.run_id,
             )
         except NotRestorableError as error:
-            if problem and tries < STORE_TRIES:
-                self._again(request, tries)
-                return
-            self._answer(Answer(plan_id=request.plan_id, source=None, error=str(error)))
-            return
-        if problem and isinstance(outcome, Nothing):
-            if tries < STORE_TRIES:
-                self._again(request, tries)
-                return
-            error_text = f"the object tier cannot be read: {problem}"
-            self._answer(Answer(plan_id=request.plan_id, source=None, error=error_text))
-            return
-        self._answer(
-            Answer(
-                plan_id=request.plan_id,
-                source=_source(outcome, problem),
-                inventories=tuple(inventories),
-            )
-        )
+            return replace(answer, error=str(error))
+        return replace(answer, source=_source(outcome, silent))
 
-    def _again(self, request: PlanRestore, tries: int) -> None:
-        self._background.submit(lambda: self.plan(request, tries + 1), RETRY_S)
-
-    def _inventories(self, request: PlanRestore) -> list[NodeInventory]:
-        """Of every agent that answers; one that does not has nothing to restore from now.
+    def _inventories(self, request: PlanRestore, silent: list[str]) -> list[NodeInventory]:
+        """Of every agent that answers; the others are added to `silent`.
 
         An agent may have come to life with the workers, after the epoch began: it is sealed here.
         """
+        found: list[NodeInventory] = []
         try:
-            nodes = self._agents.nodes()
-        except AgentError:
-            return []
-        found = [self._inventory(node, request) for node in nodes]
-        return [inventory for inventory in found if inventory is not None]
+            for node in self._agents.nodes():
+                try:
+                    found.append(self._inventory(node, request))
+                except (AgentError, PlatformError, FencedError) as error:
+                    silent.append(f"agent {node}: {error}")
+        except AgentError as error:
+            silent.append(str(error))
+        return found
 
-    def _inventory(self, node: str, request: PlanRestore) -> NodeInventory | None:
+    def _inventory(self, node: str, request: PlanRestore) -> NodeInventory:
         checkpoint = self._config.checkpoint
-        try:
-            self._agents.seal(node, request.epoch, request.generation)
-            inventory = self._agents.inventory(node)
-        except (AgentError, PlatformError, FencedError):
-            return None  # away, or serving a newer epoch: then this manager is over as well
+        self._agents.seal(node, request.epoch, request.generation)
+        inventory = self._agents.inventory(node)
         if inventory.disk_root:
             return inventory
-        folders = NodeFolders.of(
-            checkpoint.shm_dir, checkpoint.disk_dir, self._config.run_id, node
-        )
+        folders = NodeFolders.of(checkpoint.shm_dir, checkpoint.disk_dir, self._config.run_id, node)
         return replace(inventory, disk_root=folders.disk)
 
 
-def _source(outcome: RestorePlan | Nothing, problem: str) -> StateSource:
+def _source(outcome: RestorePlan | Nothing, silent: Sequence[str]) -> StateSource:
     if isinstance(outcome, Nothing):
         return StateSource(kind="fresh", step=0)
-    if problem:
-        passed_over = {
-            "tier": "object",
-            "step": None,
-            "generation": None,
-            "file": "",
-            "reason": f"not readable: {problem}",
-        }
-        outcome = replace(outcome, refusals=(passed_over, *outcome.refusals))
-    return StateSource(kind="checkpoint", step=outcome.step, plan=outcome)
+    asked = [
+        {"tier": "", "step": None, "generation": None, "file": "", "reason": f"no answer: {what}"}
+        for what in silent
+    ]
+    plan = replace(outcome, refusals=(*asked, *outcome.refusals))
+    return StateSource(kind="checkpoint", step=plan.step, plan=plan)
