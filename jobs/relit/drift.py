@@ -13,7 +13,7 @@ from typing import Any
 from relit.errors import DriftError, RunExistsError
 from relit.reading import RunReader
 from relit.spec import files
-from relit.spec.code import CodeSnapshot
+from relit.spec.code_snapshot import CodeSnapshot
 from relit.spec.model import JobSpec
 from relit_platform.run_config import RunConfig
 from relit_storage.errors import ObjectMissingError

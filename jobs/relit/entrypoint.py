@@ -19,7 +19,7 @@ from relit.commands import send_command
 from relit.errors import USAGE, state_exit_code
 from relit.reading import RunReader
 from relit.run_writer import to_json
-from relit.spec.secrets import Redactor
+from relit.spec.secret_guard import Redactor
 from relit.wording import event_line, state_line
 from relit_storage.errors import StoreError
 from relit_storage.run import layout

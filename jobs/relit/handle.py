@@ -15,7 +15,7 @@ from relit.commands import send_command
 from relit.errors import NotFinishedError, RunFinishedError
 from relit.reading import RunReader
 from relit.run_state import LOST, PENDING, TERMINAL
-from relit.spec.secrets import Redactor
+from relit.spec.secret_guard import Redactor
 
 if TYPE_CHECKING:
     from relit.client import Client

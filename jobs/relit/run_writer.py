@@ -12,7 +12,7 @@ from typing import Any
 
 from relit.errors import BadInputError
 from relit.provenance import about_run
-from relit.spec.code import CodeSnapshot
+from relit.spec.code_snapshot import CodeSnapshot
 from relit.spec.resolve import login_name
 from relit.transport import JobTransport, entrypoint_command
 from relit_platform.run_config import RunConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from relit.errors import EntryError, SnapshotError
-from relit.spec import code
-from relit.spec.code import snapshot
+from relit.spec import code_snapshot
+from relit.spec.code_snapshot import snapshot
 from relit.spec.entry import find_entry
 from relit.spec.model import JobSpec
 from relit.spec.resolve import resolve
@@ -58,7 +58,7 @@ def test_rubbish_secrets_and_excluded_files_stay_out(tmp_path: Path) -> None:
 
 
 def test_too_large_names_the_biggest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "MAX_BYTES", 1000)
+    monkeypatch.setattr(code_snapshot, "MAX_BYTES", 1000)
     write(tmp_path, {"train.py": "def train(): ...", "weights.bin": "x" * 2000})
     with pytest.raises(SnapshotError, match=r"weights\.bin .*env\.exclude"):
         snapshot(find_entry(spec_for("train:train", tmp_path)))

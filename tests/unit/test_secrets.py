@@ -6,7 +6,7 @@ import pytest
 
 from relit.errors import SecretInSpecError, SpecError
 from relit.spec.model import JobSpec
-from relit.spec.secrets import Redactor, is_secret_name
+from relit.spec.secret_guard import Redactor, is_secret_name
 
 BASE: dict[str, Any] = {"name": "a", "entry": "b:c"}
 SECRET = "value-that-must-not-travel"

@@ -47,7 +47,7 @@ def test_constructor_gives_the_same_hint_and_is_frozen() -> None:
         JobSpec(name="digits", entry="train.py:train", scalin={})  # type: ignore[call-arg]
     spec = JobSpec(name="digits", entry="train.py:train")
     with pytest.raises(ValidationError, match="frozen"):
-        spec.name = "other"  # type: ignore[misc]
+        spec.name = "other"
 
 
 @pytest.mark.parametrize(

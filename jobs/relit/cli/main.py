@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: RelitError, code: int, as_json: bool) -> int:
-    from relit.spec.secrets import Redactor
+    from relit.spec.secret_guard import Redactor
 
     text = Redactor.from_environment().text(str(error))
     if as_json:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from relit.errors import SpecError
-from relit.spec import secrets
+from relit.spec import secret_guard
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 _ENTRY = re.compile(r"^(?P<where>[^:]+):(?P<function>[A-Za-z_]\w*)$")
@@ -175,7 +175,7 @@ class JobSpec(SpecPart):
 
     def check_secrets(self) -> None:
         """Raise SecretInSpecError if a field would store a secret; called again at submit."""
-        secrets.refuse(self.model_dump(mode="json"))
+        secret_guard.refuse(self.model_dump(mode="json"))
 
     def to_plain(self) -> dict[str, Any]:
         """JSON data that holds only what differs from the defaults, plus the version."""
@@ -218,7 +218,7 @@ def _problems(error: ValidationError) -> list[str]:
 
 
 def _shown(field: str, value: Any) -> str:
-    if secrets.is_secret_name(field.rpartition(".")[2]):
+    if secret_guard.is_secret_name(field.rpartition(".")[2]):
         return ""
     return f" (got {value!r:.80})"
 

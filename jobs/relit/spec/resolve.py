@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from relit.spec.code import CodeSnapshot, snapshot
+from relit.spec.code_snapshot import CodeSnapshot, snapshot
 from relit.spec.entry import find_entry
 from relit.spec.model import JobSpec
 from relit_platform.run_config import (
