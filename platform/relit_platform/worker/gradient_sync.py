@@ -37,6 +37,7 @@ from relit_platform.worker.process_group import Group
 
 BUCKET_BYTES = 8 << 20  # best of 2-25 MiB on two gloo ranks: benchmarks/gradient_sync.py
 CONTROL_VALUES = 8
+_PARTS = 3  # float32 values that hold one float64
 # From this size on a gradient is copied when it arrives: it is in the cache then, and its memory
 # is free for the next one. Below it, the Python call costs more than the copy.
 _COPY_AT_ONCE_BYTES = 256 << 10
@@ -111,31 +112,33 @@ class _PackedControl:
     """float64 control values inside a float32 buffer whose elements are summed over ranks.
 
     Each rank has a place of its own, where the others add zeros: so every rank gets every
-    rank's values exactly, as high and low halves (48 bits of mantissa; values beyond float32's
-    range become infinite), and adds them up in float64 in the order of ranks.
+    rank's values, split into three float32 that hold all 53 bits, and adds them up in float64 in
+    the order of ranks. Exact within float32's range; larger values become infinite.
     """
 
     def __init__(self, room: Tensor, rank: int, world: int) -> None:
-        self._places = room.numpy().reshape(world, 2, CONTROL_VALUES)
+        self._places = room.numpy().reshape(world, _PARTS, CONTROL_VALUES)
         self._rank = rank
 
     @staticmethod
     def num_values(world: int) -> int:
         """Elements of the buffer that `world` ranks need."""
-        return world * 2 * CONTROL_VALUES
+        return world * _PARTS * CONTROL_VALUES
 
     def write(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Put this rank's values into the buffer, before the collective."""
         self._places[:] = 0.0
+        place, rest = self._places[self._rank], values
         with np.errstate(all="ignore"):
-            high = values.astype(np.float32)
-            low = values - high
-        low[~np.isfinite(low)] = 0.0
-        self._places[self._rank] = high, low
+            for part in range(_PARTS):
+                place[part] = rest
+                rest = rest - place[part]
+                rest[~np.isfinite(rest)] = 0.0  # inf and nan are whole in the first part
 
     def read(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Take the sum over ranks out of the buffer, after the collective."""
-        values[:] = self._places.astype(np.float64).sum(axis=1).sum(axis=0)
+        parts = self._places.astype(np.float64)
+        values[:] = (parts[:, 0] + (parts[:, 1] + parts[:, 2])).sum(axis=0)
 
 
 class GradientSync:

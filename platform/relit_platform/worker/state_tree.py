@@ -152,7 +152,8 @@ class _Flattening:
         return pairs
 
     def _tensor(self, tensor: Tensor, path: str) -> str:
-        if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+        plain = tensor.layout is torch.strided and not tensor.is_nested
+        if not plain or tensor.dtype not in _NAMES:
             raise NotSavableError(path=path, type_name=f"tensor of {tensor.layout}, {tensor.dtype}")
         tensor = tensor.detach()
         address = tensor.data_ptr()
