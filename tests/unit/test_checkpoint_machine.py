@@ -1,0 +1,215 @@
+"""The checkpoint machine by table: from the first shard to the object tier, and every way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from shard_facts import shard, shards, uploaded
+
+from relit_platform.facts import ShardFailed
+from relit_platform.machines.checkpoint import advance
+from relit_platform.machines.checkpoint_state import (
+    Adopted,
+    Checkpoint,
+    CheckpointBook,
+    CheckpointEvent,
+    Deadline,
+    Discard,
+    GenerationFormed,
+    Limits,
+    LogCommit,
+    LogFailed,
+    Logged,
+    Note,
+    Persisting,
+    Publish,
+    Published,
+    PublishFailed,
+    Upload,
+)
+
+LIMITS = Limits(object_every_steps=20, keep_disk=2, keep_object=2)
+
+
+class Game:
+    """Feeds events and keeps what came out of the last one."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.book = CheckpointBook(limits=limits)
+        self.now = 10.0
+        self.last: list[Any] = []
+        self.feed(GenerationFormed(generation=1, start_step=0))
+
+    def feed(self, *events: CheckpointEvent) -> Game:
+        for event in events:
+            self.book, self.last = advance(self.book, event, self.now)
+        return self
+
+    def persisted(self, step: int, generation: int = 1) -> Game:
+        return self.feed(*shards(step, generation))
+
+    def committed(self, step: int, generation: int = 1) -> Game:
+        return self.persisted(step, generation).feed(Published(step=step, generation=generation))
+
+    def durable(self, step: int, generation: int = 1) -> Game:
+        self.committed(step, generation)
+        self.feed(uploaded(step, generation, 0), uploaded(step, generation, 1))
+        return self.feed(Logged(step=step, generation=generation))
+
+    def of(self, kind: type) -> list[Any]:
+        return [action for action in self.last if isinstance(action, kind)]
+
+    def phase(self, step: int, generation: int = 1) -> str:
+        return str(self.book.steps[step, generation].phase)
+
+
+def failed(step: int, tier: Any) -> ShardFailed:
+    return ShardFailed(
+        step=step, generation=1, rank=0, node_id="n1", tier=tier, reason="disk full", at_s=0.0
+    )
+
+
+def test_the_whole_way() -> None:
+    game = Game().feed(Persisting(step=20, generation=1, rank=0, world=2))
+    assert game.phase(20) == "open"
+    assert not game.feed(shard(20, rank=0)).of(Publish)
+    assert game.feed(shard(20, rank=1)).of(Publish)[0].checkpoint.nodes == ("n1",)
+    game.feed(Published(step=20, generation=1))
+    assert game.of(Upload) and game.phase(20) == "uploading" and game.book.newest("disk") == 20
+    assert not game.feed(uploaded(20, rank=0)).of(LogCommit)
+    assert game.feed(uploaded(20, rank=1)).of(LogCommit)
+    game.feed(Logged(step=20, generation=1))
+    assert game.phase(20) == "durable" and game.book.newest("object") == 20
+    assert not game.book.saving
+
+
+def test_a_shard_alone_opens_its_step() -> None:
+    assert Game().feed(shard(5)).phase(5) == "open"
+
+
+def test_only_due_steps_go_to_the_object_tier_unless_final() -> None:
+    game = Game().committed(10)
+    assert not game.of(Upload) and not game.book.saving
+    assert game.committed(25).of(Upload), "the first at or after a multiple is due"
+    game.feed(uploaded(25, rank=0), uploaded(25, rank=1), Logged(step=25, generation=1))
+    assert not game.committed(30).of(Upload)
+    game.feed(Persisting(step=30, generation=1, rank=0, world=2, final=True))
+    assert game.of(Upload), "also when the word comes after the commit"
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([shard(5), failed(5, "disk")], "disk full"),
+        ([*shards(5), PublishFailed(step=5, generation=1, reason="fenced")], "fenced"),
+        ([shard(5), shard(6), shard(7)], "superseded"),
+    ],
+)
+def test_abandoned(events: list[CheckpointEvent], reason: str) -> None:
+    game = Game().feed(*events)
+    assert game.phase(5) == "abandoned" and reason in game.book.steps[5, 1].reason
+    assert [(d.step, d.tier) for d in game.of(Discard)] == [(5, "disk")]
+
+
+def test_deadline_abandons_what_is_never_whole() -> None:
+    game = Game().feed(shard(5))
+    game.now += LIMITS.persist_deadline_s + 1
+    assert game.feed(Deadline()).phase(5) == "abandoned"
+
+
+@pytest.mark.parametrize(
+    "event", [failed(20, "object"), LogFailed(step=20, generation=1, reason="x")]
+)
+def test_a_failed_upload_keeps_the_step_on_disk(event: CheckpointEvent) -> None:
+    game = Game().committed(20).feed(event)
+    assert game.phase(20) == "committed" and game.book.newest("disk") == 20
+    assert not game.of(Upload), "not tried for ever"
+    assert [n.kind for n in game.of(Note)] == ["ckpt.failed"]
+
+
+def test_one_upload_at_a_time_and_the_newest_goes_next() -> None:
+    game = Game().committed(20).committed(40).committed(60)
+    assert [game.phase(s) for s in (20, 40, 60)] == ["uploading", "committed", "committed"]
+    game.feed(uploaded(20, rank=0), uploaded(20, rank=1), Logged(step=20, generation=1))
+    assert game.of(Upload)[0].checkpoint.step == 60 and game.phase(60) == "uploading"
+    assert not game.book.steps[40, 1].wants_object
+
+
+def test_a_generation_that_goes_back_abandons_what_lies_above() -> None:
+    game = Game().durable(20).committed(30).feed(shard(35))
+    game.feed(GenerationFormed(generation=2, start_step=25))
+    assert [game.phase(s) for s in (20, 30, 35)] == ["durable", "abandoned", "abandoned"]
+    assert game.book.newest("disk") == 20
+
+
+def test_an_older_generation_may_complete_what_is_on_the_line() -> None:
+    game = Game().feed(shard(30, rank=0), GenerationFormed(generation=2, start_step=30))
+    game.feed(shard(30, rank=1), Published(step=30, generation=1))
+    assert game.book.newest("disk") == 30
+
+
+def test_a_zombie_above_the_line_is_ignored_and_its_files_go() -> None:
+    game = Game().feed(GenerationFormed(generation=2, start_step=30), shard(31, 1))
+    assert (31, 1) not in game.book.steps and game.book.ignored == {
+        "off the line": 1,
+        "late shard": 1,
+    }
+    assert game.of(Discard)[0].nodes == ("n1",)
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (Published(step=9, generation=1), "late manifest"),
+        (Logged(step=9, generation=1), "late commit"),
+        (uploaded(9), "late upload"),
+        (failed(9, "disk"), "late failure"),
+        (shard(20, rank=0), "shard again"),
+    ],
+)
+def test_what_comes_late_is_counted_and_nothing_else(event: CheckpointEvent, why: str) -> None:
+    game = Game().committed(20)
+    before = game.book.steps
+    game.feed(event)
+    assert game.book.steps == before and game.book.ignored == {why: 1}
+
+
+def test_published_after_it_was_given_up_is_deleted_again() -> None:
+    game = Game().persisted(5).feed(failed(5, "disk"), Published(step=5, generation=1))
+    assert game.of(Discard) and game.book.newest("disk") is None
+
+
+def test_retention_keeps_the_newest_and_what_is_restored_or_uploading() -> None:
+    game = Game(replace(LIMITS, object_every_steps=0)).committed(10).committed(11)
+    game.feed(GenerationFormed(generation=2, start_step=11, protected=frozenset({(10, 1)})))
+    assert not game.committed(12, 2).of(Discard)
+    dropped = game.committed(13, 2).of(Discard)
+    assert [(d.step, d.generation) for d in dropped] == [(11, 1)]
+    game = Game().committed(20).committed(21).committed(22)
+    assert game.phase(20) == "uploading" and game.book.steps[20, 1].on_disk
+
+
+def test_a_durable_step_may_leave_the_disk_and_expires_with_its_last_tier() -> None:
+    game = Game().durable(20).durable(40).durable(60)
+    assert not game.book.steps[20, 1].on_disk and game.phase(20) == "expired"
+    assert game.book.newest("object") == 60
+    assert {(c.step, c.on_object) for c in game.book.steps.values()} >= {(40, True), (60, True)}
+
+
+def test_adopted_steps_go_on_where_they_were() -> None:
+    game = Game()
+    whole = {s.rank: s for s in shards(20)}
+    game.feed(Adopted(checkpoint=Checkpoint(step=20, generation=1, world=2, shards=whole)))
+    assert game.of(Publish) and game.phase(20) == "persisted"
+    there = Checkpoint(step=40, generation=1, world=2, shards=whole, on_disk=True)
+    assert game.feed(Adopted(checkpoint=there)).of(Upload)
+    assert game.feed(Adopted(checkpoint=replace(there, on_object=True))).phase(40) == "durable"
+
+
+def test_the_book_stays_bounded() -> None:
+    game = Game(replace(LIMITS, object_every_steps=0, max_remembered=10))
+    for step in range(1, 60):
+        game.committed(step)
+    assert len(game.book.steps) <= 11 and game.book.newest("disk") == 59

@@ -1,0 +1,137 @@
+"""Which step is restored, from where, and what is said about the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from shard_facts import inventory, manifest, shards, slot
+
+from relit_platform.facts import NodeInventory, RestorePlan
+from relit_platform.machines.lineage import Lineage
+from relit_platform.machines.restore import Nothing, ObjectCommit, plan_restore
+from relit_storage.errors import NotRestorableError
+
+
+def whole_memory(step: int, generation: int = 1) -> list[Any]:
+    return [slot(step, generation, rank) for rank in range(2)]
+
+
+def commit(step: int, generation: int = 1) -> ObjectCommit:
+    return ObjectCommit(step=step, generation=generation, manifest=manifest(step, generation))
+
+
+def plan(
+    inventories: list[NodeInventory] | None = None,
+    commits: list[ObjectCommit] | None = None,
+    lineage: tuple[tuple[int, int], ...] = (),
+    excluded: list[dict[str, Any]] | None = None,
+    nodes: tuple[str, ...] = ("n1",),
+) -> RestorePlan | Nothing:
+    return plan_restore(
+        inventories or [], commits or [], Lineage().merged(lineage), excluded or [], nodes, "r"
+    )
+
+
+DISK_4 = {"disk": shards(4), "manifests": [manifest(4)]}
+
+
+@pytest.mark.parametrize(
+    ("node", "commits", "expected"),
+    [
+        (inventory(memory=whole_memory(5), **DISK_4), [commit(3)], ("memory", 5)),
+        (inventory(memory=whole_memory(4), **DISK_4), [commit(4)], ("memory", 4)),
+        (inventory(memory=[slot(5)], **DISK_4), [commit(4)], ("disk", 4)),
+        (inventory(memory=whole_memory(3), **DISK_4), [commit(6)], ("object", 6)),
+        (inventory(disk=shards(4)[:1], manifests=[manifest(4)]), [commit(2)], ("object", 2)),
+        (inventory(disk=shards(4)), [commit(2)], ("object", 2)),
+    ],
+)
+def test_newest_step_first_then_nearest_tier(
+    node: NodeInventory, commits: list[ObjectCommit], expected: tuple[str, int]
+) -> None:
+    chosen = plan([node], commits)
+    assert isinstance(chosen, RestorePlan)
+    assert (chosen.tier, chosen.step) == expected
+    assert [source.rank for source in chosen.shards] == [0, 1]
+
+
+def test_locations() -> None:
+    chosen = plan([inventory(**DISK_4)])
+    assert isinstance(chosen, RestorePlan)
+    assert chosen.shards[1].location == f"/disk/n1/{shards(4)[1].file}"
+    assert chosen.shards[1].extras_location.startswith("/disk/n1/")
+    chosen = plan([], [commit(2)])
+    assert isinstance(chosen, RestorePlan)
+    assert chosen.shards[0].location == shards(2)[0].file
+    chosen = plan([inventory(memory=whole_memory(5))])
+    assert isinstance(chosen, RestorePlan)
+    assert chosen.shards[0].extras_location == ""
+
+
+def test_every_refusal_is_recorded_newest_first() -> None:
+    node = inventory(
+        memory=[slot(9)], disk=shards(8)[:1] + shards(4), manifests=[manifest(8), manifest(4)]
+    )
+    chosen = plan([node], [ObjectCommit(step=7, generation=1, manifest=None, problem="torn")])
+    assert isinstance(chosen, RestorePlan)
+    said = [(r["tier"], r["step"], r["reason"]) for r in chosen.refusals]
+    assert said[0] == ("memory", 9, "no slot of ranks [1]")
+    assert said[1][:2] == ("disk", 8) and said[2] == ("object", 7, "torn")
+    assert chosen.refusals[1]["file"] == shards(8)[1].file
+
+
+def test_off_the_line_is_passed_over() -> None:
+    node = inventory(memory=whole_memory(9), **DISK_4)
+    chosen = plan([node], lineage=((1, 0), (2, 5)))
+    assert isinstance(chosen, RestorePlan)
+    assert chosen.step == 4 and "went back to step 5" in chosen.refusals[0]["reason"]
+
+
+def test_excluded_tier_only() -> None:
+    bad = {"tier": "disk", "step": 4, "generation": 1, "file": "f", "reason": "checksum of chunk 0"}
+    chosen = plan([inventory(**DISK_4)], [commit(4)], excluded=[bad])
+    assert isinstance(chosen, RestorePlan)
+    assert chosen.tier == "object" and chosen.refusals[0]["reason"] == "checksum of chunk 0"
+
+
+@pytest.mark.parametrize("nodes", [("n2",), ("n1", "n2")])
+def test_memory_and_disk_count_only_on_the_one_node_of_all_ranks(nodes: tuple[str, ...]) -> None:
+    chosen = plan([inventory(memory=whole_memory(9), **DISK_4)], [commit(2)], nodes=nodes)
+    assert isinstance(chosen, RestorePlan)
+    assert chosen.tier == "object" and len(chosen.refusals) == 2
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        inventory(),
+        inventory(memory=[slot(1)]),
+        inventory(disk=shards(4)),
+    ],
+)
+def test_nothing_was_ever_whole(node: NodeInventory) -> None:
+    assert isinstance(plan([node]), Nothing)
+
+
+@pytest.mark.parametrize(
+    ("node", "lineage"),
+    [
+        (inventory(disk=shards(4)[:1], manifests=[manifest(4)]), ()),
+        (inventory(memory=[slot(5), slot(4)]), ()),
+        (inventory(refusals=({"tier": "memory", "reason": "bad header"},)), ()),
+        (inventory(), ((1, 0), (2, 7))),
+        (inventory(memory=whole_memory(9)), ((1, 0), (2, 5))),
+    ],
+)
+def test_never_from_scratch_in_silence(
+    node: NodeInventory, lineage: tuple[tuple[int, int], ...]
+) -> None:
+    with pytest.raises(NotRestorableError):
+        plan([node], lineage=lineage)
+
+
+def test_a_manifest_that_does_not_parse_names_itself() -> None:
+    torn = NodeInventory(node_id="n1", memory=(), disk=(), manifests=((4, 1, b"{"),), fence=0)
+    with pytest.raises(NotRestorableError, match="manifest.json"):
+        plan([torn])
