@@ -189,9 +189,9 @@ def test_rank_0_with_another_store_starts_the_generation_over() -> None:
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (dict(worker="b", rank=1, gen=1, step=9), "given away"),
-        (dict(worker="x", rank=0, gen=1, step=9), "given away"),
-        (dict(worker="a", rank=0, gen=2, step=9, epoch=0), "epoch"),
+        ({"worker": "b", "rank": 1, "gen": 1, "step": 9}, "given away"),
+        ({"worker": "x", "rank": 0, "gen": 1, "step": 9}, "given away"),
+        ({"worker": "a", "rank": 0, "gen": 2, "step": 9, "epoch": 0}, "epoch"),
     ],
 )
 def test_refused(event: dict[str, Any], reason: str) -> None:
