@@ -1,4 +1,4 @@
-"""A coordinator over agents in memory, a real commit log in a MemoryStore, and a hand-moved clock."""
+"""A coordinator over agents in memory, a real commit log, and a clock moved by hand."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from coordinator_harness import (
@@ -73,7 +74,7 @@ def test_zombie_is_refused_with_the_newest_generation() -> None:
     assert isinstance(reply, Refused) and reply.newest_generation == 2
 
 
-def real_coordinator(agents: FakeAgents, **config: int) -> Coordinator:
+def real_coordinator(agents: FakeAgents, **config: Any) -> Coordinator:
     store = MemoryStore()
     return Coordinator(
         config=make_config(**config),

@@ -33,7 +33,7 @@ def plan(
     )
 
 
-DISK_4 = {"disk": shards(4), "manifests": [manifest(4)]}
+DISK_4: Any = {"disk": shards(4), "manifests": [manifest(4)]}
 
 
 @pytest.mark.parametrize(
@@ -133,5 +133,5 @@ def test_never_from_scratch_in_silence(
 
 def test_a_manifest_that_does_not_parse_names_itself() -> None:
     torn = NodeInventory(node_id="n1", memory=(), disk=(), manifests=((4, 1, b"{"),), fence=0)
-    with pytest.raises(NotRestorableError, match="manifest.json"):
+    with pytest.raises(NotRestorableError, match=r"manifest\.json"):
         plan([torn])
