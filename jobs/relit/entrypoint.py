@@ -1,4 +1,4 @@
-"""What the Ray job runs: `python -m relit.entrypoint --store URL --run-key KEY`.
+"""What the Ray job runs: `python -m relit.entrypoint --store URL --run-key KEY --job ID`.
 
 It makes sure that the run has its supervisor, then prints the run's events until the run is over;
 its exit code is the run's. Killing it harms nothing: the supervisor is detached. As long as it
@@ -17,6 +17,7 @@ from typing import Any
 
 from relit.commands import send_command
 from relit.errors import USAGE, state_exit_code
+from relit.job_card import JobCard
 from relit.reading import RunReader
 from relit.run_writer import to_json
 from relit.spec.secret_guard import Redactor
@@ -34,12 +35,13 @@ _NAMESPACE = "relit"
 class Entrypoint:
     """One life of the job's driver. `run` blocks until the run is over."""
 
-    def __init__(self, store_url: str, run_key: str) -> None:
+    def __init__(self, store_url: str, run_key: str, submission_id: str = "") -> None:
         self._store_url = store_url
         self._run_key = run_key
         self._reader = RunReader(open_store(store_url), run_key)
         self._follower = self._reader.follower()
         self._redact = Redactor.from_environment()
+        self._card = JobCard(submission_id)
         self._stop_signal = ""
         self._stop_sent = False
         self._actor: Any = None
@@ -49,6 +51,7 @@ class Entrypoint:
         _connect()
         for number in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which sets its own
             signal.signal(number, self._on_signal)
+        self._skip_earlier_attempts()
         refused = self._ensure_supervisor()
         if refused and not self._reader.result():
             return self._refused(refused)
@@ -60,6 +63,7 @@ class Entrypoint:
                 self._pass_stop_on()
                 if time.monotonic() > look_s:
                     look_s = time.monotonic() + _LOOK_S
+                    self._show()
                     if not self._reader.is_driven():
                         self._ensure_supervisor()
             except StoreError as error:
@@ -75,8 +79,20 @@ class Entrypoint:
             self._say(event_line(event))
         return over
 
-    def _outcome(self) -> int:
+    def _skip_earlier_attempts(self) -> None:
+        """A resumed run's log begins with the resume."""
+        attempts = len(self._reader.attempts())
+        if attempts > 1:
+            earlier = len(self._follower.poll())
+            self._say(f"attempt {attempts} of {self._reader.run_id}; {earlier} earlier events")
+
+    def _show(self) -> dict[str, Any]:
         status = self._reader.status()
+        self._card.show(str(status["state"]), self._redact.text(state_line(status)))
+        return status
+
+    def _outcome(self) -> int:
+        status = self._show()
         self._say(state_line(status))
         return state_exit_code(str(status["state"]))
 
@@ -134,12 +150,13 @@ def _connect() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the two arguments and run."""
+    """Parse the arguments and run."""
     parser = argparse.ArgumentParser(prog="relit.entrypoint", description=__doc__)
     parser.add_argument("--store", required=True)
     parser.add_argument("--run-key", required=True)
+    parser.add_argument("--job", default="", help="the Ray job's submission id")
     options = parser.parse_args(arguments)
-    return Entrypoint(options.store, options.run_key).run()
+    return Entrypoint(options.store, options.run_key, options.job).run()
 
 
 if __name__ == "__main__":

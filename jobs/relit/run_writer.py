@@ -61,7 +61,8 @@ def hand_over(config: RunConfig, submission_id: str, transport: JobTransport) ->
         "state": "SUBMITTED",
         "run_directory": f"{config.store.rstrip('/')}/{config.run_key}",
     }
-    transport.submit(submission_id, entrypoint_command(config.store, config.run_key), metadata)
+    command = entrypoint_command(config.store, config.run_key, submission_id)
+    transport.submit(submission_id, command, metadata)
 
 
 def _number_attempt(store: ObjectStore, config: RunConfig, changes: Changes) -> str:

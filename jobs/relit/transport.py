@@ -120,8 +120,8 @@ class RayJobs:
         return ClusterUnreachableError(address=self.where(), cause=cause)
 
 
-def entrypoint_command(store: str, run_key: str) -> str:
+def entrypoint_command(store: str, run_key: str, submission_id: str) -> str:
     """The shell line of the Ray job."""
-    return (
-        f"python -m relit.entrypoint --store {shlex.quote(store)} --run-key {shlex.quote(run_key)}"
-    )
+    words = ["python", "-m", "relit.entrypoint"]
+    words += ["--store", store, "--run-key", run_key, "--job", submission_id]
+    return shlex.join(words)

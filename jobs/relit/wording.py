@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MAX_DATA = 240
+_FOR_MACHINES = frozenset({"node_id", "completed_step"})
 
 
 def event_line(event: Mapping[str, Any]) -> str:
@@ -23,9 +24,16 @@ def _what(event: Mapping[str, Any]) -> str:
     data = event.get("data") or {}
     if data.get("headline"):
         return f": {data['headline']}"
-    parts = [f"{key}={_value(value)}" for key, value in data.items() if value not in (None, "")]
+    parts = [f"{key}={_value(value)}" for key, value in data.items() if _is_news(key, value)]
     text = " ".join(parts)
     return f"  {text[:_MAX_DATA]}" if text else ""
+
+
+def _is_news(key: str, value: Any) -> bool:
+    """Instants, long ids and tables are for machines: --json has them."""
+    if value in (None, "", [], {}) or key.endswith("at_s") or key in _FOR_MACHINES:
+        return False
+    return not (isinstance(value, list) and isinstance(value[0], (dict, list)))
 
 
 def _value(value: Any) -> str:
@@ -48,7 +56,5 @@ def state_line(status: Mapping[str, Any]) -> str:
 def committed_line(status: Mapping[str, Any]) -> str:
     """`memory 512, disk 500, object 400`: the newest committed step of each tier."""
     committed = status.get("committed") or {}
-    shown = [
-        f"{tier} {committed[tier]}" for tier in ("memory", "disk", "object") if tier in committed
-    ]
-    return ", ".join(shown) or "none yet"
+    tiers = [tier for tier in ("memory", "disk", "object") if committed.get(tier) is not None]
+    return ", ".join(f"{tier} {committed[tier]}" for tier in tiers) or "none yet"

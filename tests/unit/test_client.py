@@ -43,7 +43,8 @@ def test_submit_writes_the_run_then_hands_it_to_ray(
     job = submit(client, code, owner="ann", config={"lr": 0.1})
     entrypoint, metadata = jobs.jobs[f"{job.id}-a1"]
     assert entrypoint == (
-        f"python -m relit.entrypoint --store {tmp_path / 'store'} --run-key default/{job.id}"
+        f"python -m relit.entrypoint --store {tmp_path / 'store'}"
+        f" --run-key default/{job.id} --job {job.id}-a1"
     )
     assert (metadata["run_id"], metadata["owner"], metadata["job_name"]) == (job.id, "ann", "job")
     config = job.reader.config()

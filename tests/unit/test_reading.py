@@ -130,7 +130,7 @@ def test_a_lease_is_judged_by_the_reader_s_clock(job: JobHandle, tmp_path: Path)
 
 EVENTS: list[tuple[dict[str, Any], list[str]]] = [
     (
-        {"kind": "a.b", "t": 1.25, "gen": 2, "step": 7, "data": {"x": 0.5}},
+        {"kind": "a.b", "t": 1.25, "gen": 2, "step": 7, "data": {"x": 0.5, "at_s": 1, "y": []}},
         ["1.2 s", "g2", "step 7", "a.b", "x=0.5"],
     ),
     ({"kind": "incident.closed", "t": 1, "data": {"headline": "H."}}, ["incident.closed: H."]),
@@ -148,4 +148,4 @@ def test_state_and_commit_lines() -> None:
     status = {"run_id": "r", "state": "RUNNING", "step": 5, "total_steps": 9, "loss": 1.5}
     assert state_line(status) == "r RUNNING at step 5/9, loss 1.5000"
     assert committed_line({"committed": {"disk": 4, "memory": 5}}) == "memory 5, disk 4"
-    assert committed_line({}) == "none yet"
+    assert committed_line({"committed": {"disk": None}}) == "none yet"
