@@ -65,7 +65,7 @@ def linears(seed: int) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
     return nn.Sequential(*[nn.Linear(768, 768) for _ in range(24)]), loss
 
 
-CASES = {"gpt": (gpt, 20), "linears": (linears, 4)}  # model, steps of one turn
+CASES = {"gpt": (gpt, 20), "linears": (linears, 2)}  # model, steps of one turn
 
 
 def _ours(case: str, assignment: Assignment, store: Any) -> tuple[Step, Callable[[], object]]:
