@@ -28,6 +28,7 @@ from relit_platform.facts import (
     Fact,
     Heartbeat,
     Refused,
+    RowBatch,
     RunHistory,
     Waiting,
     WorkerExited,
@@ -253,6 +254,19 @@ def test_a_new_supervisor_gets_rows_that_the_old_one_lost() -> None:
     bench.coordinator.start_epoch(2, RunHistory(last_row_step=1))
     bench.rows(1, (1, 0.1), (2, 0.2))
     assert [r["step"] for r in bench.drain(after).rows] == [2]
+
+
+def test_rows_say_from_where_they_are_needed() -> None:
+    bench = Bench().start("a", "b")
+
+    def send(*steps: int) -> int:
+        rows = tuple({"step": step, "loss": 0.0} for step in steps)
+        return bench.coordinator.rows(RowBatch(generation=1, rank=0, rows=rows))
+
+    assert [send(1, 2), send(5), send(4), send(3)] == [2, 2, 2, 5]
+    assert bench.again().rows(RowBatch(generation=1, rank=0, rows=())) == -1
+    bench.coordinator.start_epoch(1, RunHistory(generation=1, last_row_step=3))
+    assert send(5) == 3
 
 
 def test_finish_gives_rank_0s_value() -> None:

@@ -184,6 +184,12 @@ def test_lost_answer_is_given_again_and_is_no_fault() -> None:
     assert game.one().generation == 1
 
 
+def test_a_member_that_could_not_form_starts_the_generation_over() -> None:
+    game = running().join("b", None, 0, endpoint=("b", 2)).feed(WorkerGone(worker_id="a"))
+    assert game.state.phase is Phase.FORMING
+    assert game.join("a2").planned().places() == {"b": 1, "a2": 0}
+
+
 def test_rank_0_with_another_store_starts_the_generation_over() -> None:
     game = running().join("a", None, 0, endpoint=("a", 2))
     assert game.state.phase is Phase.FORMING

@@ -197,11 +197,16 @@ class Coordinator:
             Persisting(step=step, generation=generation, rank=rank, world=world, final=final)
         )
 
-    def rows(self, batch: RowBatch) -> None:
-        """Rows of completed steps; see RowBatch."""
+    def rows(self, batch: RowBatch) -> int:
+        """Rows of completed steps; see RowBatch.
+
+        Returns the step up to which no row is needed again: the sender keeps later ones, and sends
+        them again unless a later answer covers them. -1: not known yet, keep everything.
+        """
         with self._changed:
             state = self._members.state
             self._journal.take_rows(batch, state.newest, state.lineage)
+            return self._journal.rows.needed_after if state.epoch else -1
 
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
         """A worker's function has returned. rank -1: it never had a place."""

@@ -162,7 +162,7 @@ class GenerationDesk:
     def _announce(self, action: Announce) -> None:
         for worker, assignment in action.assignments.items():
             # Steps that are done again send their rows again: equal losses are the proof.
-            last = min(self._journal.rows.newest, assignment.source.step)
+            last = min(self._journal.rows.needed_after, assignment.source.step)
             self._reply(worker, replace(assignment, last_row_step=last))
             plan = assignment.source.plan
             self._restoring = frozenset({(plan.step, plan.generation)} if plan else ())

@@ -69,9 +69,9 @@ class CheckpointManager:
         """See Coordinator.persisting."""
         self._coordinator.persisting(step, generation, rank, world, final)
 
-    def rows(self, batch: RowBatch) -> None:
+    def rows(self, batch: RowBatch) -> int:
         """See Coordinator.rows."""
-        self._coordinator.rows(batch)
+        return self._coordinator.rows(batch)
 
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
         """See Coordinator.finished."""

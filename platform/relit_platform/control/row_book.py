@@ -17,13 +17,16 @@ Alarm = tuple[str, str, dict[str, Any]]  # kind, level, data
 
 
 class RowBook:
-    """Not thread-safe. `newest` is the newest step with a row on the line, 0 without any."""
+    """Not thread-safe. newest: the highest step with a row. needed_after: rows up to this step are
+    not needed again; after it there is a gap, or nothing yet.
+    """
 
     def __init__(self) -> None:
         self._rows: OrderedDict[int, tuple[int, Json]] = OrderedDict()
         self._untold: set[int] = set()
         self._recent: deque[tuple[float, Json]] = deque(maxlen=RATE_ROWS)
         self.newest = 0
+        self.needed_after = 0
         self.loss: Json = None
         self.refused_count = 0
 
@@ -48,7 +51,7 @@ class RowBook:
 
     def resume(self, last_row_step: int) -> None:
         """A new supervisor has rows up to here; later ones it may have lost are news again."""
-        self.newest = last_row_step
+        self.newest = self.needed_after = last_row_step
         self._untold = {step for step in self._rows if step > last_row_step}
 
     def rate(self, key: str) -> float | None:
@@ -88,7 +91,14 @@ class RowBook:
         if step >= self.newest:
             self.newest = step
             self.loss = row.get("loss")
+        self._close_gap()
         self._recent.append((float(row["at_s"]), row))
+
+    def _close_gap(self) -> None:
+        step = self.needed_after + 1
+        while step in self._rows and step not in self._untold:
+            self.needed_after = step
+            step += 1
 
 
 def _same(one: Json, other: Json) -> bool:

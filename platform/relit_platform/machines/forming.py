@@ -144,7 +144,7 @@ def announce(state: GenerationState, places: Mapping[int, str], source: StateSou
         holders={**state.holders, **places},
         waiting={w: waiter for w, waiter in state.waiting.items() if w not in requests},
         assigned=assigned,
-        endpoints={w: r.endpoint for w, r in requests.items()},
+        answered=requests,
         chosen={},
         lineage=lineage,
         broken_at_s=None,

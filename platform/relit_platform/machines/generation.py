@@ -164,8 +164,7 @@ def _holder_joined(state: GenerationState, event: Joined, rank: int, now: float)
     request = event.request
     worker = request.worker_id
     known = state.assigned.get(worker)
-    unread = known is not None and request.generation < known.generation
-    if known and unread and state.phase is Phase.RUNNING and _reachable(state, known, request):
+    if known and state.phase is Phase.RUNNING and _unanswered(state, known, request):
         return state, [Announce(assignments={worker: known})]
     first = worker not in state.waiting
     state = _wait(state, request, event.hold_s, now)
@@ -180,9 +179,16 @@ def _holder_joined(state: GenerationState, event: Joined, rank: int, now: float)
     return state, actions
 
 
-def _reachable(state: GenerationState, known: Assignment, request: JoinRequest) -> bool:
-    """Members were told rank 0's store; if that member has opened another, start over."""
-    return known.rank > 0 or state.endpoints.get(request.worker_id) == request.endpoint
+def _unanswered(state: GenerationState, known: Assignment, request: JoinRequest) -> bool:
+    """True if this is the request that was answered, repeated because the answer was lost.
+
+    A member that has tried to form the generation and failed opens another store, or has another
+    fault to tell: then the generation is over.
+    """
+    before = state.answered.get(request.worker_id)
+    if before is None or request.generation >= known.generation:
+        return False
+    return (before.endpoint, before.fault) == (request.endpoint, request.fault)
 
 
 def _fault_fact(request: JoinRequest, rank: int) -> Emit:

@@ -38,7 +38,8 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationState:
-    """All that the machine remembers. holders: rank -> worker id of the newest generation.
+    """All that the machine remembers. holders: rank -> worker id of the newest generation;
+    assigned: what its members were told, in answer to the requests in `answered`.
 
     broken_at_s is when the first holder came back with a fault; spares only tells how many
     processes the run has besides `world`.
@@ -56,7 +57,7 @@ class GenerationState:
     gone: Mapping[str, None] = field(default_factory=dict)
     finished: Mapping[int, str] = field(default_factory=dict)
     assigned: Mapping[str, Assignment] = field(default_factory=dict)
-    endpoints: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    answered: Mapping[str, JoinRequest] = field(default_factory=dict)
     chosen: Mapping[int, str] = field(default_factory=dict)
     excluded: tuple[dict[str, Any], ...] = ()
     lineage: Lineage = field(default_factory=Lineage)
