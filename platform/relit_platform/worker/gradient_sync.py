@@ -35,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 from relit_platform.errors import CollectiveBrokenError, UsageError
 from relit_platform.worker.process_group import Group
 
-# Two gloo ranks, 24 x 768 linears: below 8 MiB each collective's own CPU cost shows (up to 20 %
-# more), above it less of the sum overlaps with the backward pass. benchmarks/gradient_sync.py
+# Two gloo ranks, 24 x 768 linears, noisy box: 2 MiB cost 20 % more CPU than 8 MiB; at 25 MiB
+# CPU was 3 % less, but the fastest fifth of the steps took longer. benchmarks/gradient_sync.py
 BUCKET_BYTES = 8 << 20
 CONTROL_VALUES = 8
 _PARTS = 3  # float32 values that hold one float64
