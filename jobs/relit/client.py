@@ -58,16 +58,19 @@ class Client:
         store: str | None = None,
         transport: JobTransport | None = None,
     ) -> None:
-        self._explicit_store = store or os.environ.get("RELIT_STORE")
-        self.store_url = absolute_store(self._explicit_store or DEFAULT_STORE)
+        self._given_store = store
+        self.store_url = absolute_store(store or os.environ.get("RELIT_STORE") or DEFAULT_STORE)
         self.transport: JobTransport = transport or RayJobs(address)
 
     # ---- to a run ----
 
     def submit(self, spec: JobSpec) -> JobHandle:
-        """See `submit`. The client's own store, if it was given one, goes before spec.store."""
-        if self._explicit_store:
-            spec = spec.model_copy(update={"store": self._explicit_store})
+        """See `submit`.
+
+        A store given to the client goes before spec.store, and that before RELIT_STORE.
+        """
+        if self._given_store or "store" not in spec.model_fields_set:
+            spec = spec.model_copy(update={"store": self.store_url})
         config, code = resolve(spec)
         spec = spec.model_copy(update={"run_id": config.run_id, "store": config.store})
         client = self._at(config.store)

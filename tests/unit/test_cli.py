@@ -144,6 +144,22 @@ def test_json_keeps_stdout_clean_on_every_reading_verb(shell: Shell) -> None:
     assert shell.json("cluster", "status") == {"up": False}
 
 
+def test_the_first_ctrl_c_stops_the_run(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[Driver] = []
+
+    def nap(seconds: float) -> None:
+        if not naps:
+            naps.append(shell.driver("r1"))
+            raise KeyboardInterrupt
+        assert naps[0].store.list("control/") == ["control/000001-stop.json"]
+        naps[0].result(time.time(), state="STOPPED", step=6)
+
+    monkeypatch.setattr("relit.handle.time.sleep", nap)
+    code, out, _ = shell.run("submit", str(shell.spec), "--run-id", "r1", "--wait")
+    assert code == 103
+    assert "r1 STOPPED at step 6" in out
+
+
 def test_people_get_lines_and_a_table(shell: Shell) -> None:
     run = shell.submit()
     driver = shell.driver(run)

@@ -56,6 +56,20 @@ def test_submit_writes_the_run_then_hands_it_to_ray(
     assert job.status()["state"] == "PENDING"
 
 
+def test_which_store_goes_first(
+    tmp_path: Path, code: Path, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, named, environ = (str(tmp_path / name) for name in ("given", "named", "environ"))
+    monkeypatch.setenv("RELIT_STORE", environ)
+    paths = [
+        submit(Client(store=given, transport=jobs), code, store=named).path,
+        submit(Client(transport=jobs), code, store=named).path,
+        submit(Client(transport=jobs), code).path,
+    ]
+    for path, store in zip(paths, (given, named, environ), strict=True):
+        assert path.startswith(f"{store}/default/")
+
+
 def test_the_same_submit_again_is_the_same_run(client: Client, jobs: FakeJobs, code: Path) -> None:
     first = submit(client, code, run_id="mine")
     second = submit(client, code, run_id="mine")

@@ -57,11 +57,9 @@ def json_option(command: F) -> F:
 
 
 def store_option(command: F) -> F:
-    """--store, with RELIT_STORE behind it."""
-    option = click.option(
-        "--store", envvar="RELIT_STORE", metavar="URL", help="Where run directories lie."
-    )
-    return option(command)
+    """--store; the client puts RELIT_STORE behind it."""
+    help_text = "Where run directories lie; default: RELIT_STORE, else ~/.relit/store."
+    return click.option("--store", metavar="URL", help=help_text)(command)
 
 
 def address_option(command: F) -> F:

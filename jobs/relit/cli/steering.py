@@ -134,11 +134,19 @@ def resume(
 
 
 def _wait(job: JobHandle, timeout: float | None, out: Output) -> None:
-    """Wait for the end, say it, and exit as the run did."""
+    """Wait for the end, say it, and exit as the run did.
+
+    The first Ctrl-C asks the run to commit and stop (103 when it has); the second leaves it.
+    """
     from relit.errors import state_exit_code
     from relit.wording import state_line
 
-    found = job.wait(timeout)
+    try:
+        found = job.wait(timeout)
+    except KeyboardInterrupt:
+        out.say("stopping at the next boundary; Ctrl-C again leaves the run alone")
+        job.stop("Ctrl-C")
+        found = job.wait(timeout)
     out.data(found)
     out.say(state_line(found))
     sys.exit(state_exit_code(str(found["state"])))
