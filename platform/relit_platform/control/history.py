@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from relit_platform.facts import RunHistory
+from relit_storage.errors import ObjectMissingError
+from relit_storage.run import layout
 from relit_storage.run.event_log import read_events, read_rows
 from relit_storage.stores.protocol import ObjectStore
-
-from relit_platform.facts import RunHistory
 
 
 @dataclass(slots=True)
 class History:
     """A fold of the event log, kept up to date by `add`. Times are Unix seconds.
 
-    acked: keys of commands that were obeyed already, in this life or an earlier one.
+    acked: keys of commands that were obeyed already, in this life or an earlier one. agents: pid
+    of the newest agent of each node.
     """
 
     started_at_s: float = 0.0
@@ -26,6 +29,7 @@ class History:
     recoveries: int = 0
     lineage: list[tuple[int, int]] = field(default_factory=list)
     acked: set[str] = field(default_factory=set)
+    agents: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, store: ObjectStore) -> History:
@@ -35,14 +39,12 @@ class History:
             history.add(event)
         rows = read_rows(store)
         history.last_row_step = int(rows[-1]["step"]) if rows else 0
-        history.started_at_s = history.started_at_s or time.time()
+        history.started_at_s = _submitted_at(store)
         return history
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Fold one event in."""
         data = event.get("data") or {}
-        if not self.started_at_s and event.get("t") is not None:
-            self.started_at_s = time.time() - float(event["t"])
         kind = event["kind"]
         if kind == "generation.formed":
             generation = int(event.get("gen") or data.get("generation") or 0)
@@ -54,6 +56,8 @@ class History:
             self.recoveries += 1
         elif kind == "control.acked":
             self.acked.add(str(data.get("command")))
+        elif kind == "agent.started":
+            self.agents[str(data.get("node_id"))] = int(data.get("pid") or 0)
 
     def for_manager(self) -> RunHistory:
         """The part that the manager needs to begin an epoch."""
@@ -63,3 +67,11 @@ class History:
             recoveries=self.recoveries,
             lineage=tuple(sorted(self.lineage)),
         )
+
+
+def _submitted_at(store: ObjectStore) -> float:
+    """When the run was submitted, from run.json; now, if that cannot be read."""
+    try:
+        return float(json.loads(store.get(layout.RUN))["created_at_s"])
+    except (ObjectMissingError, ValueError, KeyError, TypeError):
+        return time.time()

@@ -18,11 +18,6 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
-from relit_storage.errors import FencedError, ObjectMissingError, StoreError
-from relit_storage.run import layout
-from relit_storage.run.event_log import EventWriter, RowWriter
-from relit_storage.run.lease import Lease
-from relit_storage.stores.protocol import ObjectStore
 
 from relit_platform.control.history import History
 from relit_platform.control.incidents import IncidentLog
@@ -30,6 +25,11 @@ from relit_platform.control.telemetry import Telemetry
 from relit_platform.facts import Drained, Fact
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import ManagerClient
+from relit_storage.errors import FencedError, ObjectMissingError, StoreError
+from relit_storage.run import layout
+from relit_storage.run.event_log import EventWriter, RowWriter
+from relit_storage.run.lease import Lease
+from relit_storage.stores.protocol import ObjectStore
 
 TICK_S = 0.2
 STATUS_EVERY_S = 0.5
@@ -239,6 +239,7 @@ class Pump:
             "recoveries": self._incidents.count,
             "last_incident": self._incidents.last_headline,
             "supervisor_pid": os.getpid(),
+            "agents": [{"node_id": node, "pid": pid} for node, pid in self._history.agents.items()],
             "updated_at_s": now,
         }
         self._status = body
@@ -272,9 +273,7 @@ class Pump:
     # ---- writing ----
 
     def _writer(self, epoch: int) -> EventWriter:
-        return EventWriter(
-            self._store, self._config.run_id, epoch, self._history.started_at_s or time.time()
-        )
+        return EventWriter(self._store, self._config.run_id, epoch, self._history.started_at_s)
 
     def _until_written(self, write: Callable[[], Any]) -> None:
         """The last words are worth waiting for: up to two minutes of a store that is away."""

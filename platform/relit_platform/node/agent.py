@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from relit_platform.facts import Heartbeat, NodeInventory, Tier
+from relit_platform.facts import Fact, Heartbeat, NodeInventory, Tier
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.outbox import Outbox
 from relit_platform.node.paths import NodePaths
@@ -79,6 +79,14 @@ class NodeAgent:
         )
         self._outbox.start()
         self._keeper.start()
+        self._outbox.put(
+            Fact(
+                kind="agent.started",
+                at_s=time.time(),
+                src=f"agent:{node_id[:8]}",
+                data={"node_id": node_id, "pid": os.getpid()},
+            )
+        )
 
     def ping(self) -> dict[str, Any]:
         """Who and where this is; also says how many facts were lost."""
