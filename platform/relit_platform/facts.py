@@ -325,10 +325,12 @@ class Verdict:
 class RunHistory:
     """What a supervisor knows from the run directory and tells a manager that may not.
 
-    lineage: (generation, start step) of every "generation.formed" event, oldest first.
+    lineage: (generation, start step) of every "generation.formed" event, oldest first. loop: data
+    of the newest "loop.begun" event.
     """
 
     generation: int = 0
     last_row_step: int = 0
     recoveries: int = 0
     lineage: tuple[tuple[int, int], ...] = ()
+    loop: dict[str, Json] = field(default_factory=dict)

@@ -131,7 +131,7 @@ class Coordinator:
                 newest = max(state.newest, history.generation)
             found = gather(self._agents, self._objects, epoch, newest, self._sleep)
             with self._changed:
-                self._members.begin_epoch(epoch, found.generation, found.holders, history)
+                self._members.begin_epoch(epoch, found, history)
                 self._saves.begin_epoch(epoch, self._members.state.lineage)
                 self._adopt(found)
                 for what, reason in found.silent.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 from relit_platform.control.checkpoint_desk import CheckpointDesk
 from relit_platform.control.journal import Journal
+from relit_platform.control.rebuild import Found
 from relit_platform.facts import Dismissed, JoinReply, Refused, RunHistory, Verdict
 from relit_platform.machines.budget import BudgetState, note_recovery, note_user_error
 from relit_platform.machines.checkpoint_state import GenerationFormed
@@ -66,19 +67,24 @@ class GenerationDesk:
                 break  # the budget ended the run on the way: the rest no longer holds
         return bool(actions)
 
-    def begin_epoch(self, epoch: int, found: int, holders: Mapping[int, str], h: RunHistory) -> int:
-        """Enter an epoch; found is the highest generation seen. Returns the epoch before.
+    def begin_epoch(self, epoch: int, found: Found, history: RunHistory) -> int:
+        """Enter an epoch with what was found; returns the epoch before.
 
         Says which members of the old epoch it ended.
         """
         old = self.state
         running = old.phase is not Phase.DONE
         ended = [old.holders[r] for r in old.unfinished() if r in old.holders and running]
-        self._journal.begin_epoch(h)
+        self._journal.begin_epoch(history, found.members)
         self.feed(
-            EpochStarted(epoch=epoch, seen_generation=found, holders=holders, lineage=h.lineage)
+            EpochStarted(
+                epoch=epoch,
+                seen_generation=found.generation,
+                holders=found.holders,
+                lineage=history.lineage,
+            )
         )
-        data = {"epoch": epoch, "was": old.epoch, "ended": ended, "holders": len(holders)}
+        data = {"epoch": epoch, "was": old.epoch, "ended": ended, "holders": len(found.holders)}
         self.say("epoch.started", self.with_marks(data))
         return old.epoch
 

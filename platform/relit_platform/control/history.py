@@ -20,7 +20,7 @@ class History:
     """A fold of the event log, kept up to date by `add`. Times are Unix seconds.
 
     acked: keys of commands that were obeyed already, in this life or an earlier one. agents: pid
-    of the newest agent of each node.
+    of the newest agent of each node. loop: how long the run is and what it reads.
     """
 
     started_at_s: float = 0.0
@@ -30,6 +30,7 @@ class History:
     lineage: list[tuple[int, int]] = field(default_factory=list)
     acked: set[str] = field(default_factory=set)
     agents: dict[str, int] = field(default_factory=dict)
+    loop: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, store: ObjectStore) -> History:
@@ -56,6 +57,8 @@ class History:
             self.recoveries += 1
         elif kind == "control.acked":
             self.acked.add(str(data.get("command")))
+        elif kind == "loop.begun":
+            self.loop = dict(data)
         elif kind == "agent.started":
             self.agents[str(data.get("node_id"))] = int(data.get("pid") or 0)
 
@@ -66,6 +69,7 @@ class History:
             last_row_step=self.last_row_step,
             recoveries=self.recoveries,
             lineage=tuple(sorted(self.lineage)),
+            loop=self.loop,
         )
 
 

@@ -55,13 +55,17 @@ class Journal:
             )
         )
 
-    def begin_epoch(self, history: RunHistory) -> None:
-        """Nothing has finished; rows that the supervisor does not have are asked for again."""
+    def begin_epoch(self, history: RunHistory, members: list[dict[str, Any]]) -> None:
+        """Nothing has finished; rows that the supervisor does not have are asked for again.
+
+        members: those that were found running, by a manager that was re-created.
+        """
+        self.loop = self.loop or dict(history.loop)
         self.rows.resume(history.last_row_step)
         self.note_completed(history.last_row_step)
         self.values.clear()
         self.stopped_ranks.clear()
-        self.members = []
+        self.members = members
         self.memory_steps = {}
         self.verdict = Verdict(go_on=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from relit_platform.control.ports import AgentError, AgentPort, ObjectPort
 from relit_platform.errors import PlatformError
@@ -28,11 +28,12 @@ Sleep = Callable[[float], None]
 @dataclass(slots=True)
 class Found:
     """generation: the highest that anybody has seen. holders: rank -> worker of the members that
-    run. silent: what did not answer, with the reason.
+    run; members: the same for status.json. silent: what did not answer, with the reason.
     """
 
     generation: int = 0
     holders: dict[int, str] = field(default_factory=dict)
+    members: list[dict[str, Any]] = field(default_factory=list)
     inventories: list[NodeInventory] = field(default_factory=list)
     commits: Sequence[ObjectCommit] = ()
     silent: dict[str, str] = field(default_factory=dict)
@@ -62,7 +63,7 @@ def gather(
     found.generation = max([found.generation, *(i.fence for i in first.values())])
     _each(first, lambda node: agents.seal(node, epoch, found.generation), found, sleep)
     beats = _each(first, agents.heartbeats, found, sleep)
-    _note_holders(found, [beat for its in beats.values() for beat in its])
+    _note_holders(found, beats)
     # Again after the seal: a persist that was under way has ended or is refused by now.
     found.inventories = list(_each(first, agents.inventory, found, sleep).values())
     return found
@@ -99,16 +100,24 @@ def checkpoints(found: Found) -> list[tuple[Checkpoint, bytes | None]]:
     return [(c, manifests.get(c.key) if c.on_disk else None) for c in ordered]
 
 
-def _note_holders(found: Found, beats: Sequence[Heartbeat]) -> None:
+def _note_holders(found: Found, by_node: Mapping[str, Sequence[Heartbeat]]) -> None:
     """Members of the newest generation that somebody alive is in; older ones have no place."""
-    newest = max((beat.generation for beat in beats), default=0)
+    newest = max((beat.generation for beats in by_node.values() for beat in beats), default=0)
     found.generation = max(found.generation, newest)
-    if newest:
-        found.holders = {
-            beat.rank: beat.worker_id
-            for beat in beats
-            if beat.generation == newest and beat.phase != "done"
-        }
+    for node, beats in by_node.items():
+        for beat in beats:
+            if newest and beat.generation == newest and beat.phase != "done":
+                found.holders[beat.rank] = beat.worker_id
+                found.members.append(
+                    {
+                        "rank": beat.rank,
+                        "worker_id": beat.worker_id,
+                        "node_id": node,
+                        "pid": beat.pid,
+                        "newcomer": False,
+                    }
+                )
+    found.members.sort(key=lambda member: int(member["rank"]))
 
 
 def _each(
