@@ -147,6 +147,17 @@ def test_a_lost_supervisor_is_the_cause_of_what_it_took_along() -> None:
     record = one([exited(0, 10.0), exited(1, 10.1), epoch, *KILL[3:]])
     assert record["cause"]["code"] == "supervisor_lost" and record["at_s"] == 10.0
     assert "the supervisor was lost at step 30" in record["headline"]
+    assert "by the end of its workers" in record["headline"]
+
+
+def test_a_new_supervisor_learns_the_world_from_what_it_ended() -> None:
+    epoch = fact("epoch.started", 12.0, ended=["a", "b"], completed_step=30)
+    state, records = IncidentState(), []
+    for seen in [exited(0, 10.0), exited(1, 10.1), epoch, *KILL[3:]]:
+        state, closed = advance(state, seen)
+        records += closed
+    assert records[0]["world"] == {"before": 2, "after": 2}
+    assert records[0]["generation"] == {"before": 1, "after": 2}
 
 
 def test_a_restart_by_the_same_supervisor_is_not() -> None:

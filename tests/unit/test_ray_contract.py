@@ -18,6 +18,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
+
 from relit_platform.ray_train import adapter
 
 
@@ -59,12 +60,12 @@ def test_policy_is_a_failure_policy_with_one_decision() -> None:
     assert parameters == ["self", "training_failed_error"]
 
 
-def test_default_callbacks_still_hold_the_cleaner_that_we_drop() -> None:
+def test_default_callbacks_still_hold_those_that_we_drop() -> None:
     trainer = adapter.ReplicaTrainer(lambda: None)
     stock = DataParallelTrainer._create_default_callbacks(trainer)
     names = {type(c).__name__ for c in stock}
     ours = {type(c).__name__ for c in trainer._create_default_callbacks()}
-    assert names - ours == {adapter.CLEANER}
+    assert names - ours == adapter.DROPPED
 
 
 class Say:

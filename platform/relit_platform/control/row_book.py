@@ -24,7 +24,7 @@ class RowBook:
     def __init__(self) -> None:
         self._rows: OrderedDict[int, tuple[int, Json]] = OrderedDict()
         self._untold: set[int] = set()
-        self._recent: deque[tuple[float, Json]] = deque(maxlen=RATE_ROWS)
+        self._recent: deque[tuple[float, Row]] = deque(maxlen=RATE_ROWS)
         self.newest = 0
         self.needed_after = 0
         self.loss: Json = None
@@ -51,11 +51,12 @@ class RowBook:
 
     def resume(self, last_row_step: int) -> None:
         """A new supervisor has rows up to here; later ones it may have lost are news again."""
-        self.newest = self.needed_after = last_row_step
+        self.newest = max(self.newest, last_row_step)
+        self.needed_after = last_row_step
         self._untold = {step for step in self._rows if step > last_row_step}
 
     def rate(self, key: str) -> float | None:
-        """`key` summed over the newest rows, per second; None before there are two."""
+        """`key` summed over the newest rows of one generation, per second; None before two."""
         if len(self._recent) < 2:
             return None
         seconds = self._recent[-1][0] - self._recent[0][0]
@@ -92,6 +93,8 @@ class RowBook:
             self.newest = step
             self.loss = row.get("loss")
         self._close_gap()
+        if self._recent and self._recent[-1][1]["generation"] != row["generation"]:
+            self._recent.clear()  # downtime is no part of the speed
         self._recent.append((float(row["at_s"]), row))
 
     def _close_gap(self) -> None:

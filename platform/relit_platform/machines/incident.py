@@ -80,7 +80,7 @@ def _blame(state: IncidentState, fact: Fact) -> IncidentState:
     evidence = _evidence(fact)
     if evidence is None:
         return state
-    found = state.open or _opened(state, evidence)
+    found = state.open or _opened(state, evidence, fact.generation)
     if len(found.evidence) < MAX_EVIDENCE and evidence not in found.evidence:
         found = replace(found, evidence=(*found.evidence, evidence))
     completed = int(fact.data.get("completed_step") or 0)
@@ -91,11 +91,11 @@ def _blame(state: IncidentState, fact: Fact) -> IncidentState:
     return replace(state, open=replace(found, noticed_at_s=noticed))
 
 
-def _opened(state: IncidentState, evidence: Evidence) -> OpenIncident:
+def _opened(state: IncidentState, evidence: Evidence, generation: int) -> OpenIncident:
     return OpenIncident(
         evidence=(),
         completed_step=state.step,
-        generation=state.generation,
+        generation=max(state.generation, generation),
         world_before=state.world,
         noticed_at_s=evidence.noticed_at_s,
     )
@@ -132,7 +132,8 @@ def _evidence(fact: Fact) -> Evidence | None:
 
 
 def _epoch_started(state: IncidentState, fact: Fact) -> IncidentState:
-    if not fact.data.get("ended") or (state.open is not None and state.open.restarted):
+    ended = fact.data.get("ended")
+    if not ended or (state.open is not None and state.open.restarted):
         return state
     evidence = Evidence(
         method="controller",
@@ -142,10 +143,14 @@ def _epoch_started(state: IncidentState, fact: Fact) -> IncidentState:
         rank=None,
         text="a new supervisor took over; the workers of the old one were ended",
     )
-    found = state.open or _opened(state, evidence)
+    found = state.open or _opened(state, evidence, fact.generation)
     completed = max(found.completed_step, int(fact.data.get("completed_step") or 0))
     found = replace(
-        found, evidence=(*found.evidence, evidence)[:MAX_EVIDENCE], completed_step=completed
+        found,
+        evidence=(*found.evidence, evidence)[:MAX_EVIDENCE],
+        completed_step=completed,
+        # This machine lives in the new supervisor: it has seen no generation before.
+        world_before=found.world_before or len(ended),
     )
     return replace(state, open=found)
 

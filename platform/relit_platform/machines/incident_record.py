@@ -143,13 +143,14 @@ def _what(record: dict[str, Any]) -> str:
 
 
 def _method(record: dict[str, Any]) -> str:
+    exits = any(e["method"] == "exit" for e in record["cause"]["evidence"])
     return {
         "exit": "process exit",
         "exception": "its exception",
         "collective_error": "a broken collective",
         "restore_refused": "its checksum",
         "timeout": "a timeout",
-        "controller": "the lease",
+        "controller": "the end of its workers" if exits else "the next supervisor",
     }[record["detect"]["method"]]
 
 

@@ -6,12 +6,14 @@ What it uses, and what happens when a seam is gone:
 |---|---|---|
 | `Backend.has_replica_groups` | Ray replaces failed workers only | full restart on any failure |
 | `DataParallelTrainer._initialize_and_run_controller` | our failure policy | Ray's own policy |
-| `DataParallelTrainer._create_default_callbacks` | drop the placement group cleaner | it stays |
+| `DataParallelTrainer._create_default_callbacks` | drop two callbacks | they stay |
 
 `missing_seams()` names those that are gone; `fit` then falls back to stock behaviour and returns
 a warning for each. `tests/unit/test_ray_contract.py` holds the signatures, so that a moved pin
-fails there first. The placement group cleaner is dropped because, with two Ray clusters on one
-host, it removes a healthy run's placement group (research: ray-train.md section 8).
+fails there first. Dropped are the placement group cleaner, because with two Ray clusters on one
+host it removes a healthy run's placement group (research: ray-train.md section 8), and the Ray Data
+callback, because without a Ray data set it is only one more process for each start of workers, and
+an import of ray.data in every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-CLEANER = "PlacementGroupCleanerCallback"
+DROPPED = frozenset({"PlacementGroupCleanerCallback", "DatasetsCallback"})
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # a dead worker is replaced that much sooner
@@ -90,12 +92,13 @@ def is_final(error: BaseException) -> bool:
 
 
 class ReplicaTrainer(DataParallelTrainer):  # type: ignore[misc]
-    """DataParallelTrainer with relit's failure policy and without the placement group cleaner."""
+    """DataParallelTrainer with relit's failure policy and without the callbacks in DROPPED."""
 
     relit_policy: FailurePolicy | None = None
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [c for c in super()._create_default_callbacks() if type(c).__name__ != CLEANER]
+        stock = super()._create_default_callbacks()
+        return [callback for callback in stock if type(callback).__name__ not in DROPPED]
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         if self.relit_policy is not None and "failure_policy" in controller_init_kwargs:
