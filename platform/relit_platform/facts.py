@@ -243,6 +243,8 @@ class WorkerExited:
     at_s: float
     last_step: int
     last_phase: str
+    rank: int = -1  # by its last heartbeat; -1: it never had one
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,11 +324,23 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRank:
+    """The data of a "rank.finished" event: what a rank's function returned, in which epoch."""
+
+    epoch: int
+    rank: int
+    worker_id: str
+    value_json: str
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunHistory:
     """What a supervisor knows from the run directory and tells a manager that may not.
 
     lineage: (generation, start step) of every "generation.formed" event, oldest first. loop: data
-    of the newest "loop.begun" event.
+    of the newest "loop.begun" event. finished: the data of every "rank.finished" event; only
+    those of the epoch that begins count.
     """
 
     generation: int = 0
@@ -334,3 +348,4 @@ class RunHistory:
     recoveries: int = 0
     lineage: tuple[tuple[int, int], ...] = ()
     loop: dict[str, Json] = field(default_factory=dict)
+    finished: tuple[FinishedRank, ...] = ()

@@ -5,7 +5,7 @@ not written down yet. Ranks long-poll `join`; agents send `fact`; the supervisor
 decision is taken under the lock in microseconds; everything slow runs in the background and
 comes back as an event, so a join is answered the moment the last place is filled.
 
-    rank        join, persisting, rows, finished, user_error
+    rank        join, lost, persisting, rows, finished, user_error
     agent       fact(ShardPersisted | ShardUploaded | ShardFailed | WorkerExited | Fact)
     supervisor  start_epoch, drain, status, request_stop
 
@@ -111,6 +111,7 @@ class Coordinator:
             objects=objects,
             background=background,
             answer=self._planned,
+            clock=clock,
         )
 
     # ---- the supervisor's calls ----
@@ -189,6 +190,15 @@ class Coordinator:
                 self._blocked -= 1
             return replies.get(worker) or self._waiting(worker)
 
+    def lost(self, generation: int) -> bool:
+        """True if a generation is over, or one of its members has ended: its others cannot meet."""
+        with self._changed:
+            state = self._members.state
+            if state.newest != generation:
+                return state.newest > generation  # a manager just re-created may know less
+            over = state.phase in (Phase.FORMING, Phase.PLANNING, Phase.DONE)
+            return over or any(worker in state.gone for worker in state.assigned)
+
     def persisting(
         self, step: int, generation: int, rank: int, world: int, final: bool = False
     ) -> None:
@@ -212,14 +222,22 @@ class Coordinator:
         """A worker's function has returned. rank -1: it never had a place."""
         with self._changed:
             state = self._members.state
-            if state.phase is Phase.DONE or (rank < 0 and state.rank_of(worker_id) is None):
-                return
             held = state.rank_of(worker_id)
             if held is None and rank not in state.holders:
                 held = rank  # a re-created manager that meets this member for the first time
-            if held is not None:
-                self._journal.note_finished(held, value_json, stopped)
-                self._members.say("rank.finished", {"rank": held, "worker_id": worker_id})
+            if held is None or held < 0 or held in self._journal.values:
+                return
+            if self._journal.verdict.code:
+                return
+            self._journal.note_finished(held, value_json, stopped)
+            data = {
+                "epoch": state.epoch,
+                "rank": held,
+                "worker_id": worker_id,
+                "value_json": value_json,
+                "stopped": stopped,
+            }
+            self._members.say("rank.finished", data)
             self._feed(MemberFinished(worker_id=worker_id, rank=rank))
 
     def user_error(
@@ -269,6 +287,8 @@ class Coordinator:
                     if fact.kind == "loop.begun":
                         self._journal.loop = dict(fact.data)
                         self._saves.data_id = str(fact.data.get("data") or "")
+                    elif fact.kind == "agent.started":
+                        self._saves.agent_started()
                     self._journal.outbox.add(fact)
             case _:
                 raise TypeError(f"no fact: {type(fact).__name__}")
@@ -352,6 +372,8 @@ class Coordinator:
             if fact.worker_id in state.gone:
                 return  # told twice
             rank = state.rank_of(fact.worker_id)
+            if rank is None and fact.rank >= 0 and state.newest in (0, fact.generation):
+                rank = fact.rank  # a manager that was re-created does not know the holders yet
             done = state.phase is Phase.DONE or rank in state.finished
             self._journal.note_completed(fact.last_step if rank is not None else 0)
             data = {

@@ -367,6 +367,8 @@ class NodeKeeper:
                     at_s=self._clock(),
                     last_step=last.step,
                     last_phase=last.phase,
+                    rank=last.rank if last.generation else -1,
+                    generation=last.generation,
                 )
             )
 
