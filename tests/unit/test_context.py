@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import nn
+
 from relit_platform.errors import CollectiveBrokenError, UsageError
+from relit_platform.facts import FaultReport
 from relit_platform.worker.context import RankContext, call_train
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.gradient_sync import GradientSync
 from relit_platform.worker.local import LocalMember, LocalRecorder, local_run
-from torch import nn
 
 STEPS = 12
 
@@ -89,9 +91,17 @@ class BreakingMember(LocalMember):
 
     visits: tuple[int, ...] = ()
     entries: int = 0
+    lonely_ends: int = 0
+
+    def meet(self) -> FaultReport | None:
+        """The first `lonely_ends` times a peer is missing at the end."""
+        self.lonely_ends -= 1
+        if self.lonely_ends < 0:
+            return None
+        return FaultReport(kind="collective", message="test", at_s=0.0, step=self.step)
 
     def make_sync(self, objects: Any) -> GradientSync:
-        params = [p for p in objects["net"].parameters()]
+        params = list(objects["net"].parameters())
         return BreakingSync(params, self.visits)
 
     def enter(self, objects: Any, sync: GradientSync, fault: Any) -> bool:
@@ -100,8 +110,11 @@ class BreakingMember(LocalMember):
         return LocalMember.enter(self, objects, sync, fault)
 
 
-def run_breaking(visits: tuple[int, ...]) -> tuple[Any, LocalRecorder, BreakingMember]:
-    member, recorder = BreakingMember(visits=visits), LocalRecorder()
+def run_breaking(
+    visits: tuple[int, ...], lonely_ends: int = 0
+) -> tuple[Any, LocalRecorder, BreakingMember]:
+    member = BreakingMember(visits=visits, lonely_ends=lonely_ends)
+    recorder = LocalRecorder()
     run = RankContext(
         member=member, recorder=recorder, drill=Drill((), ""), seed=3,  # type: ignore[arg-type]
         device=torch.device("cpu"),
@@ -109,7 +122,9 @@ def run_breaking(visits: tuple[int, ...]) -> tuple[Any, LocalRecorder, BreakingM
     return call_train(train, run, {}), recorder, member
 
 
-@pytest.mark.parametrize("visits", [(1,), (5,), (12,), (2, 3), (4, 5, 6, 9), tuple(range(1, 20, 2))])
+@pytest.mark.parametrize(
+    "visits", [(1,), (5,), (12,), (2, 3), (4, 5, 6, 9), tuple(range(1, 20, 2))]
+)
 def test_abandoned_steps_leave_no_trace(visits: tuple[int, ...]) -> None:
     calm = local_run(train, {}, seed=3)
     value, recorder, member = run_breaking(visits)
@@ -118,6 +133,13 @@ def test_abandoned_steps_leave_no_trace(visits: tuple[int, ...]) -> None:
     assert [row["step"] for row in recorder.rows] == list(range(1, STEPS + 1))
     assert value == calm.value
     assert value["count"] == STEPS
+
+
+def test_nobody_leaves_the_loop_before_every_rank_has_the_last_step() -> None:
+    calm = local_run(train, {}, seed=3)
+    value, recorder, member = run_breaking((), lonely_ends=2)
+    assert member.entries == 3
+    assert recorder.rows == calm.rows and value == calm.value
 
 
 def test_micro_batches_update_once_a_step() -> None:

@@ -59,6 +59,10 @@ class CheckpointManager:
         """See Coordinator.join."""
         return self._coordinator.join(request, wait_s)
 
+    def lost(self, generation: int) -> bool:
+        """See Coordinator.lost."""
+        return self._coordinator.lost(generation)
+
     def fact(self, fact: object) -> None:
         """See Coordinator.fact."""
         self._coordinator.fact(fact)

@@ -158,9 +158,12 @@ class RankContext:
         self._member.bind_cursor(self._loader.state, self._loader.check_state)
         self._entered()
         self._recorder.announce(self._loader.num_steps, data, self._member)
-        while not self._finished(self._loader):
-            yield from self._one_step(self._loader, micro_batch)
-            self._end_step()
+        while True:
+            while not self._finished(self._loader):
+                yield from self._one_step(self._loader, micro_batch)
+                self._end_step()
+            if self._all_here():
+                return
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of `loss` (the mean over this micro-batch), weighted by samples and, with
@@ -316,12 +319,25 @@ class RankContext:
             final=self._finished(self._loader),
             stopping=self._stop_agreed,
         )
-        if self._stop_agreed:
+        if self._stop_agreed and self._all_here():
             raise StopTraining("stop asked for")
 
     def _finished(self, loader: Loader) -> bool:
         end = loader.num_steps
         return self._member.epilogue or (end is not None and self._member.step >= end)
+
+    def _all_here(self) -> bool:
+        """True once every rank has completed this step; False after a recovery.
+
+        Whoever leaves the loop takes the state in its memory along: not before the last step is
+        whole somewhere else, for a peer may have died in the middle of it.
+        """
+        fault = self._member.meet()
+        if fault is not None:
+            self._enter(fault)
+            return False
+        self._drill.check(self._member.rank, self._member.step, "end")
+        return True
 
     def _recover(self, fault: FaultReport) -> None:
         self._abandoned = True

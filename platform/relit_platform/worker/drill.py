@@ -8,7 +8,10 @@ kind: "kill" (SIGKILL), "raise" (a RuntimeError in the user's loop), "raise_alwa
 every visit), "exit" (os._exit(1)). step is the step being computed (1-based: the step whose
 completion makes run.step_no equal to it). phase: "forward", "backward" (after the first
 all-reduce was launched), "sync" (before the wait), "update" (after the optimizer, before the
-boundary), "snapshot" (half of the slot is written), "boundary" (after the snapshot).
+boundary), "snapshot" (half of the slot is written), "boundary" (after the snapshot), "end" (the
+last step of all, when every rank has completed it). Two more hit a rank while a generation forms,
+and name the step that comes after: "form" (it has a place, the group is not up yet), "restore" (the
+group is up, state is on its way).
 
 A redone step meets the same address again, so each drill fires once per run: it creates its mark
 file exclusively, in the node's disk directory, before it acts.
@@ -21,7 +24,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PHASES = ("forward", "backward", "sync", "update", "snapshot", "boundary")
+STEP_PHASES = ("forward", "backward", "sync", "update", "snapshot", "boundary")
+PHASES = (*STEP_PHASES, "end", "form", "restore")
 KINDS = ("kill", "raise", "raise_always", "exit")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from relit_platform.facts import FaultReport
 from relit_platform.worker.boundary import trainable_parameters
 from relit_platform.worker.context import RankContext, StopTraining, call_train
 from relit_platform.worker.drill import Drill
@@ -45,6 +46,10 @@ class LocalMember:
         sync.attach(Group(rank=0, world=1, generation=1, transport=None))
         self.entered = True
         return True
+
+    def meet(self) -> FaultReport | None:
+        """Nobody else to wait for."""
+        return None
 
 
 @dataclass(slots=True)

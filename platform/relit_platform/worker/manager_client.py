@@ -77,3 +77,11 @@ class ManagerClient:
         """One long poll: answers within about wait_s, with Waiting if nothing was decided."""
         reply: JoinReply = self.link.call("join", request, wait_s, timeout_s=wait_s + 30.0)
         return reply
+
+    def lost(self, generation: int, wait_s: float = 1.0) -> bool:
+        """True if that generation is known to be over; False too if nobody answers in time."""
+        ref = self.link.send("lost", generation)
+        try:
+            return ref is not None and bool(ray.get(ref, timeout=wait_s))
+        except RayError:
+            return False

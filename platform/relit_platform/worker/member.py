@@ -36,6 +36,7 @@ from relit_platform.worker.broadcast import (
     send_state,
     state_digest,
 )
+from relit_platform.worker.forming import form_watched
 from relit_platform.worker.gradient_sync import GradientSync
 from relit_platform.worker.manager_client import ManagerClient
 from relit_platform.worker.process_group import Group, close_group, form_group, open_rendezvous
@@ -113,7 +114,9 @@ class Member:
             if assignment is None:
                 return False
             try:
+                self._drill(assignment, "form")
                 self._form(assignment)
+                self._drill(assignment, "restore")
                 began_s = time.monotonic()
                 self._take_state(assignment, objects)
                 self._agree(objects)
@@ -131,6 +134,16 @@ class Member:
             sync.attach(self._group)
             self._entered(assignment, restore_s)
             return True
+
+    def meet(self) -> FaultReport | None:
+        """Wait until every rank of the generation is here; the fault to enter with if one died."""
+        if self._group is None or self.epilogue:
+            return None
+        try:
+            gather_values(self._group, [self.step])
+        except CollectiveBrokenError as broken:
+            return self._fault("collective", str(broken))
+        return None
 
     def leave(self) -> None:
         """Close the group; peers see a broken connection at once. Safe to repeat."""
@@ -169,12 +182,21 @@ class Member:
 
     def _form(self, assignment: Assignment) -> None:
         store = self._store if assignment.rank == 0 else None
-        self._group = form_group(assignment, store, COLLECTIVE_TIMEOUT_S, host=self._host)
+        self._group = form_watched(
+            lambda: form_group(assignment, store, COLLECTIVE_TIMEOUT_S, host=self._host),
+            assignment,
+            lambda: self._manager.lost(assignment.generation),
+        )
         self.rank, self.world = assignment.rank, assignment.world
         self.generation = assignment.generation
         self.epilogue = assignment.epilogue
         self._lineage = assignment.lineage
         self._recorder.place(self.rank, self.generation, assignment.last_row_step)
+
+    def _drill(self, assignment: Assignment, phase: str) -> None:
+        drill = self._recorder.drill
+        if drill is not None:
+            drill.check(assignment.rank, assignment.source.step + 1, phase)
 
     def _take_state(self, assignment: Assignment, objects: Mapping[str, Any]) -> None:
         assert self._group is not None
