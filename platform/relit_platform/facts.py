@@ -338,7 +338,8 @@ class FinishedRank:
 class RunHistory:
     """What a supervisor knows from the run directory and tells a manager that may not.
 
-    lineage: (generation, start step) of every "generation.formed" event, oldest first. loop: data
+    lineage: (generation, start step) of every "generation.formed" event, oldest first.
+    saved_step: the newest step that was ever committed to disk or object tier. loop: data
     of the newest "loop.begun" event. finished: the data of every "rank.finished" event; only
     those of the epoch that begins count.
     """
@@ -347,5 +348,6 @@ class RunHistory:
     last_row_step: int = 0
     recoveries: int = 0
     lineage: tuple[tuple[int, int], ...] = ()
+    saved_step: int = 0
     loop: dict[str, Json] = field(default_factory=dict)
     finished: tuple[FinishedRank, ...] = ()

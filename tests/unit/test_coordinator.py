@@ -67,6 +67,15 @@ def test_a_spare_takes_over_without_losing_a_step() -> None:
     assert bench.facts("generation.lost")[0].data["completed_step"] == 7
 
 
+def test_who_forms_a_generation_can_ask_whether_it_is_lost() -> None:
+    bench = Bench(workers=2, spares=1).start("a", "b", "s")
+    assert [bench.coordinator.lost(n) for n in (0, 1, 2)] == [True, False, False]
+    bench.gone("s")
+    assert not bench.coordinator.lost(1)
+    bench.gone("b")
+    assert bench.coordinator.lost(1)
+
+
 def test_zombie_is_refused_with_the_newest_generation() -> None:
     bench = Bench(workers=2, spares=1).start("a", "b", "s")
     bench.gone("b")

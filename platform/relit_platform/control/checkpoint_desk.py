@@ -37,7 +37,13 @@ from relit_platform.machines.checkpoint_state import (
 from relit_platform.machines.lineage import Lineage
 from relit_platform.run_config import RunConfig
 from relit_storage.checkpoint.manifest import Manifest
-from relit_storage.errors import CommitConflictError, ManifestError, StorageError, StoreError
+from relit_storage.errors import (
+    CommitConflictError,
+    ManifestError,
+    StorageError,
+    StoreError,
+    StoreUnavailableError,
+)
 
 MAX_TRIES = 8
 RETRY_S = 1.0
@@ -114,6 +120,10 @@ class CheckpointDesk:
             if checkpoint.phase is CheckpointPhase.UPLOADING and stalled:
                 self._upload_asked_s[checkpoint.key] = now
                 self._later(self._upload, checkpoint)
+
+    def agent_started(self) -> None:
+        """An agent lost its queue with its process: the next tick asks for uploads again."""
+        self._upload_asked_s = dict.fromkeys(self._upload_asked_s, float("-inf"))
 
     def know_manifest(self, key: Key, manifest: bytes) -> None:
         """Remember the bytes that are published already: the object tier gets the same."""
@@ -207,7 +217,7 @@ class CheckpointDesk:
         else:
             self._reenter(Logged(step=step, generation=generation))
 
-    def _discard(self, action: Discard) -> None:
+    def _discard(self, action: Discard, tries: int = 1) -> None:
         """Deleting is best effort: what stays behind is found again at the next start."""
         try:
             if action.tier == "object":
@@ -216,6 +226,10 @@ class CheckpointDesk:
             for node in action.nodes:
                 self._agents.drop(node, [(action.step, action.generation)], action.tier)
         except (AgentError, StorageError, PlatformError) as error:
+            away = isinstance(error, AgentError | StoreUnavailableError)
+            if away and tries < MAX_TRIES:
+                self._later(self._discard, action, tries + 1, delay_s=RETRY_S)
+                return
             data = {"tier": action.tier, "reason": action.reason, "error": str(error)}
             self._say(
                 Note(

@@ -88,6 +88,7 @@ class Coordinator:
         self._blocked = 0
         self._next_tick_s = 0.0
         self._stop_told_s = -STOP_AGAIN_S
+        self._saved_step = 0  # the newest that an earlier life has committed
         self._journal = Journal(clock)
         self._saves = CheckpointDesk(
             config=config,
@@ -126,6 +127,7 @@ class Coordinator:
         with self._epoch_lock:
             with self._changed:
                 self._members.remember(history)
+                self._saved_step = max(self._saved_step, history.saved_step)
                 state = self._members.state
                 if epoch <= state.epoch:
                     return state.newest
@@ -361,10 +363,24 @@ class Coordinator:
                 return
             self._members.learn(max((i.fence for i in answer.inventories), default=0))
             self._adopt(Found(inventories=list(answer.inventories)))
-            if answer.source is None:
-                self._halt(Verdict(go_on=False, code="not_restorable", reason=answer.error))
+            error = answer.error
+            if answer.source is not None and answer.source.kind == "fresh":
+                error = self._why_not_fresh()
+            if answer.source is None or error:
+                self._halt(Verdict(go_on=False, code="not_restorable", reason=error))
             else:
                 self._feed(Planned(plan_id=answer.plan_id, source=answer.source))
+
+    def _why_not_fresh(self) -> str:
+        """A run that has saved something never begins again at step 0 on its own."""
+        book = self._saves.book
+        saved = max(self._saved_step, book.newest("disk") or 0, book.newest("object") or 0)
+        if not saved:
+            return ""
+        return (
+            f"step {saved} was saved, and no tier holds any checkpoint now; "
+            "submit it under another run id to begin from scratch"
+        )
 
     def _worker_exited(self, fact: WorkerExited) -> None:
         with self._changed:

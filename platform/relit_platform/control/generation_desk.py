@@ -67,26 +67,30 @@ class GenerationDesk:
                 break  # the budget ended the run on the way: the rest no longer holds
         return bool(actions)
 
-    def begin_epoch(self, epoch: int, found: Found, history: RunHistory) -> int:
-        """Enter an epoch with what was found; returns the epoch before.
+    def begin_epoch(self, epoch: int, found: Found, history: RunHistory) -> None:
+        """Enter an epoch with what was found, and say which members of the old one it ended.
 
-        Says which members of the old epoch it ended.
+        A rank that has told an earlier manager its value, or is past its loop, needs no place; the
+        run has finished only when the value of every rank is known.
         """
         old = self.state
-        running = old.phase is not Phase.DONE
-        ended = [old.holders[r] for r in old.unfinished() if r in old.holders and running]
+        over = old.phase is Phase.DONE
+        ended = [old.holders[r] for r in old.unfinished() if r in old.holders and not over]
         self._journal.begin_epoch(history, found.members)
+        told = [finished for finished in history.finished if finished.epoch == epoch]
+        for finished in told:
+            self._journal.note_finished(finished.rank, finished.value_json, finished.stopped)
         self.feed(
             EpochStarted(
                 epoch=epoch,
                 seen_generation=found.generation,
                 holders=found.holders,
+                finished={**found.done, **{f.rank: f.worker_id for f in told}},
                 lineage=history.lineage,
             )
         )
         data = {"epoch": epoch, "was": old.epoch, "ended": ended, "holders": len(found.holders)}
         self.say("epoch.started", self.with_marks(data))
-        return old.epoch
 
     def remember(self, history: RunHistory) -> None:
         """What a supervisor has read in the run directory."""
@@ -194,6 +198,10 @@ class GenerationDesk:
         )
 
     def _generation_lost(self, data: dict[str, Any]) -> None:
+        if data.get("fault") == "restore_refused":
+            # Each one takes a damaged checkpoint out of the choice, so they end by themselves.
+            self.say("generation.lost", data, "warning")
+            return
         self.budget, verdict = note_recovery(
             self.budget, self._config.recovery, self._journal.completed_step
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relit_platform.facts import RunHistory
+from relit_platform.facts import FinishedRank, RunHistory
 from relit_storage.errors import ObjectMissingError
 from relit_storage.run import layout
 from relit_storage.run.event_log import read_events, read_rows
@@ -30,7 +30,9 @@ class History:
     lineage: list[tuple[int, int]] = field(default_factory=list)
     acked: set[str] = field(default_factory=set)
     agents: dict[str, int] = field(default_factory=dict)
+    saved_step: int = 0
     loop: dict[str, Any] = field(default_factory=dict)
+    finished: list[FinishedRank] = field(default_factory=list)
 
     @classmethod
     def read(cls, store: ObjectStore) -> History:
@@ -59,6 +61,10 @@ class History:
             self.acked.add(str(data.get("command")))
         elif kind == "loop.begun":
             self.loop = dict(data)
+        elif kind == "rank.finished" and "value_json" in data:
+            self.finished.append(FinishedRank(**data))
+        elif kind == "ckpt.committed":
+            self.saved_step = max(self.saved_step, int(event.get("step") or 0))
         elif kind == "agent.started":
             self.agents[str(data.get("node_id"))] = int(data.get("pid") or 0)
 
@@ -70,6 +76,8 @@ class History:
             recoveries=self.recoveries,
             lineage=tuple(sorted(self.lineage)),
             loop=self.loop,
+            finished=tuple(self.finished),
+            saved_step=self.saved_step,
         )
 
 

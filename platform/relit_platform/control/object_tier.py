@@ -30,8 +30,17 @@ class ObjectTier:
         return self._log.replay().generation
 
     def commit(self, epoch: int, step: int, generation: int, manifest: bytes) -> None:
-        """See ObjectPort.commit. Raises CommitConflictError, FencedError, StoreError."""
+        """See ObjectPort.commit. Raises CommitConflictError, FencedError, StoreError.
+
+        A step older than the newest commit comes too late: the newest durable step never goes back.
+        """
         key = manifest_key(step, generation)
+        commits = self._log.replay().commits
+        known = {record.identity for record in commits}
+        if commits and (step, generation) not in known:
+            newest = commits[0]
+            if (newest.generation, newest.step) > (generation, step):
+                raise CommitConflictError(step=step, key=newest.manifest_key)
         if not self._store.put_if_absent(key, manifest) and self._store.get(key) != manifest:
             raise CommitConflictError(step=step, key=key)
         self._log.append_commit(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from relit_platform.control.ports import AgentError, AgentPort, BackgroundPort, ObjectPort
 from relit_platform.errors import PlatformError
@@ -17,9 +18,9 @@ from relit_platform.node.paths import NodeFolders
 from relit_platform.run_config import RunConfig
 from relit_storage.errors import FencedError, NotRestorableError, StoreError
 
-STORE_TRIES = 30
-NEAR_TRIES = 3
-RETRY_S = 2.0
+RETRY_S = 0.5
+PATIENCE_S = 15.0  # an agent that was killed is back by then
+LAST_PATIENCE_S = 120.0  # when nothing was found without what is silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +47,19 @@ class Planner:
         objects: ObjectPort,
         background: BackgroundPort,
         answer: Callable[[Answer], None],
+        clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._agents = agents
         self._objects = objects
         self._background = background
         self._answer = answer
+        self._clock = clock
 
-    def plan(self, request: PlanRestore, tries: int = 1) -> None:
+    def plan(self, request: PlanRestore, began_s: float | None = None) -> None:
         """Answer once, now or after retries; what does not answer is asked again first.
 
-        After NEAR_TRIES a plan is taken without it, and says so: it could have held a newer step.
+        After PATIENCE_S a plan is taken without it, and says so: it could have held a newer step.
         That there is nothing to restore is believed only when everybody has answered.
         """
         silent: list[str] = []
@@ -68,8 +71,10 @@ class Planner:
             silent.append(f"object tier: {error}")
         answer = self._choose(request, inventories, commits, silent)
         found = answer.source is not None and answer.source.kind == "checkpoint"
-        if silent and tries < (NEAR_TRIES if found else STORE_TRIES):
-            self._background.submit(lambda: self.plan(request, tries + 1), RETRY_S)
+        began_s = self._clock() if began_s is None else began_s
+        patience_s = PATIENCE_S if found else LAST_PATIENCE_S
+        if silent and self._clock() - began_s < patience_s:
+            self._background.submit(partial(self.plan, request, began_s), RETRY_S)
             return
         if silent and not found:
             why = answer.error or f"no checkpoint found, and no answer from {'; '.join(silent)}"

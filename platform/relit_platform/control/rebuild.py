@@ -27,12 +27,14 @@ Sleep = Callable[[float], None]
 
 @dataclass(slots=True)
 class Found:
-    """generation: the highest that anybody has seen. holders: rank -> worker of the members that
-    run; members: the same for status.json. silent: what did not answer, with the reason.
+    """generation: the highest that anybody has seen. holders and done: rank -> worker of the
+    members that run, and of those whose loop is over; members: both, for status.json. silent:
+    what did not answer, with the reason.
     """
 
     generation: int = 0
     holders: dict[int, str] = field(default_factory=dict)
+    done: dict[int, str] = field(default_factory=dict)
     members: list[dict[str, Any]] = field(default_factory=list)
     inventories: list[NodeInventory] = field(default_factory=list)
     commits: Sequence[ObjectCommit] = ()
@@ -106,8 +108,9 @@ def _note_holders(found: Found, by_node: Mapping[str, Sequence[Heartbeat]]) -> N
     found.generation = max(found.generation, newest)
     for node, beats in by_node.items():
         for beat in beats:
-            if newest and beat.generation == newest and beat.phase != "done":
-                found.holders[beat.rank] = beat.worker_id
+            if newest and beat.generation == newest:
+                over = beat.phase == "done"
+                (found.done if over else found.holders)[beat.rank] = beat.worker_id
                 found.members.append(
                     {
                         "rank": beat.rank,

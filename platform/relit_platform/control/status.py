@@ -51,7 +51,7 @@ def _outcome(state: GenerationState, journal: Journal) -> dict[str, Any]:
     done = state.phase is Phase.DONE
     verdict = journal.verdict
     text = "" if verdict.go_on else f"{verdict.code}: {verdict.reason}"
-    everyone = not state.unfinished()
+    everyone = not state.unfinished() and len(journal.values) == state.world
     asked = bool(journal.stopped_ranks) or bool(state.stopping and not everyone)
     return {
         "verdict": text,

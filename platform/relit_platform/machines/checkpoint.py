@@ -248,16 +248,17 @@ def _deadline(book: CheckpointBook, now: float) -> Outcome:
 
 
 def _next_upload(book: CheckpointBook, now: float) -> Outcome:
+    """Start the newest step that waits if none is on its way; older ones are skipped at once."""
     waiting = sorted(
         (c for c in book.steps.values() if c.phase is COMMITTED and c.wants_object), key=_age
     )
-    if not waiting or any(c.phase is UPLOADING for c in book.steps.values()):
-        return book, []
     actions: list[Any] = []
     for skipped in waiting[:-1]:
         book = _put(book, replace(skipped, wants_object=False, reason="a newer step goes first"))
         data = {"tier": "object", "reason": "a newer step goes first"}
         actions.append(_note("ckpt.skipped", skipped, data, "warning"))
+    if not waiting or any(c.phase is UPLOADING for c in book.steps.values()):
+        return book, actions
     chosen = replace(waiting[-1], phase=UPLOADING, since_s=now, uploaded=frozenset())
     return _put(book, chosen), [*actions, Upload(checkpoint=chosen)]
 

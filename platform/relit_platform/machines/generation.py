@@ -175,7 +175,9 @@ def _holder_joined(state: GenerationState, event: Joined, rank: int, now: float)
         actions.append(_fault_fact(request, rank))
     if state.phase is Phase.RUNNING:
         state = replace(state, phase=Phase.FORMING, broken_at_s=now)
-        actions.append(Emit(kind="generation.lost", data={"worker_id": worker, "rank": rank}))
+        fault = request.fault.kind if request.fault else ""
+        data = {"worker_id": worker, "rank": rank, "fault": fault}
+        actions.append(Emit(kind="generation.lost", data=data))
     return state, actions
 
 
@@ -252,13 +254,17 @@ def _epoch_started(state: GenerationState, event: EpochStarted) -> Step:
         straggler_s=state.straggler_s,
         epoch=event.epoch,
         newest=newest,
-        phase=Phase.RUNNING if event.holders else Phase.IDLE,
-        holders=dict(event.holders),
+        phase=Phase.RUNNING if event.holders or event.finished else Phase.IDLE,
+        holders={**event.holders, **event.finished},
+        finished=dict(event.finished),
         gone=state.gone,
         lineage=lineage,
         plan_id=state.plan_id,
         excluded=state.excluded,
     )
+    if not fresh.unfinished():
+        fresh, dismissals = _halted(fresh, "finished")
+        return fresh, [*refusals, *dismissals]
     return fresh, refusals
 
 

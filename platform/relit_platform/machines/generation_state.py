@@ -105,11 +105,15 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochStarted:
-    """A supervisor life began. holders: members found running by a manager that was re-created."""
+    """A supervisor life began.
+
+    holders and finished: members of this epoch that a manager found when it was re-created.
+    """
 
     epoch: int
     seen_generation: int = 0
     holders: Mapping[int, str] = field(default_factory=dict)
+    finished: Mapping[int, str] = field(default_factory=dict)
     lineage: tuple[tuple[int, int], ...] = ()
 
 

@@ -183,7 +183,7 @@ def _missing_shard(
     for entry in manifest.shards:
         shard = here.get((manifest.step, manifest.generation, entry.rank))
         if shard is None:
-            return entry.file, "is missing on this node"
+            return entry.file, "has no record on this node"
         if shard.num_bytes != entry.num_bytes:
             return entry.file, f"has {shard.num_bytes} bytes, the manifest says {entry.num_bytes}"
     return "", ""
