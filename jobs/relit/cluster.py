@@ -25,12 +25,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from relit.errors import ClusterStartError, ClusterUnreachableError
 
 START_TIMEOUT_S = 120.0
 TEMP_PREFIX = "relit-"  # of Ray's session folder; short, because socket paths end at 107 bytes
 _ANSWER_TIMEOUT_S = 5.0
+_SUBMIT_S = 10.0  # somebody who asked for the cluster this lately may be about to submit
+_OVER = {"SUCCEEDED", "FAILED", "STOPPED"}
 _PRIVATE = 0o600
 
 
@@ -121,6 +124,46 @@ def stop_local_cluster(timeout_s: float = 60.0) -> bool:
     return True
 
 
+def end_if_unused(timeout_s: float = 30.0) -> bool:
+    """End the local cluster before its keeper would, if nothing runs on it; False if it stays.
+
+    Waits `timeout_s` for what is just ending. For whoever started it for one purpose, the demo.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        found = local_cluster()
+        if found is None:
+            return False
+        if not in_use(found.dashboard_url) and time.time() - touched_s() > _SUBMIT_S:
+            with cluster_lock(timeout_s):  # no starter may find it while it ends
+                if not in_use(found.dashboard_url) and time.time() - touched_s() > _SUBMIT_S:
+                    return stop_local_cluster()
+        time.sleep(0.25)
+    return False
+
+
+def in_use(dashboard_url: str) -> bool:
+    """True if a job or a supervisor lives on a cluster, or nobody can tell."""
+    try:
+        jobs = _get(f"{dashboard_url}/api/jobs/")
+        if any(job.get("status") not in _OVER for job in jobs):
+            return True
+        query = "limit=1000&filter_keys=state&filter_predicates=!%3D&filter_values=DEAD"
+        answer = _get(f"{dashboard_url}/api/v0/actors?{query}")
+        actors = answer["data"]["result"]["result"]
+        return any(str(actor.get("name", "")).startswith("supervisor/") for actor in actors)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+def touched_s() -> float:
+    """When the local cluster was last asked for, in Unix seconds."""
+    try:
+        return touch_path().stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def set_auth_mode(local: bool) -> None:
     """Set RAY_AUTH_MODE for this process, before ray is imported; the user's choice stays.
 
@@ -150,6 +193,11 @@ def _named_cluster(address: str) -> ClusterInfo:
     if cause:
         raise ClusterUnreachableError(address=address, cause=cause)
     return ClusterInfo(dashboard_url=url.rstrip("/"))
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10.0) as answer:
+        return json.load(answer)
 
 
 def _why_silent(url: str, timeout_s: float) -> str:

@@ -16,7 +16,6 @@ laptops, stops that in every one of its processes. No socket of Ray 2.60 is left
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shutil
 import signal
@@ -25,19 +24,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 from relit.cluster import (
     TEMP_PREFIX,
     ClusterInfo,
     answers,
     cluster_lock,
+    in_use,
     process_ticks,
     read_record,
     record_path,
-    touch_path,
+    touched_s,
     write_record,
 )
 
@@ -52,7 +50,6 @@ _DASHBOARD_PORT = 8265
 _OBJECT_STORE_BYTES = 100_000_000  # no tensor goes through it
 _MIN_CPUS = 8  # Ray's CPUs are counters: two ranks and a spare shall fit on a laptop
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_OVER = {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
 class Keeper:
@@ -123,31 +120,18 @@ class Keeper:
             if now < look_s:
                 continue
             look_s = now + _LOOK_S
-            if self._in_use():
+            if in_use(self._info.dashboard_url):
                 last_used_s = now
-            if now - max(last_used_s, _touched_s()) > self._idle_s and self._may_end():
+            if now - max(last_used_s, touched_s()) > self._idle_s and self._may_end():
                 return
 
     def _may_end(self) -> bool:
         """Look again with starters locked out; the record goes first, so none finds us ending."""
         with cluster_lock(_STOP_S):
-            if self._in_use() or time.time() - _touched_s() < self._idle_s:
+            url = self._info.dashboard_url
+            if in_use(url) or time.time() - touched_s() < self._idle_s:
                 return False
             self._forget()
-            return True
-
-    def _in_use(self) -> bool:
-        """True if a job or a supervisor lives, or nobody can tell."""
-        url = self._info.dashboard_url
-        try:
-            jobs = _get(f"{url}/api/jobs/")
-            if any(job.get("status") not in _OVER for job in jobs):
-                return True
-            query = "limit=1000&filter_keys=state&filter_predicates=!%3D&filter_values=DEAD"
-            answer = _get(f"{url}/api/v0/actors?{query}")
-            actors = answer["data"]["result"]["result"]
-            return any(str(actor.get("name", "")).startswith("supervisor/") for actor in actors)
-        except (OSError, ValueError, KeyError, TypeError):
             return True
 
     def _end(self) -> None:
@@ -278,18 +262,6 @@ def descendants(root: int) -> list[int]:
         found += below
         todo += below
     return found
-
-
-def _touched_s() -> float:
-    try:
-        return touch_path().stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10.0) as answer:
-        return json.load(answer)
 
 
 def _prctl(option: int, value: int) -> None:

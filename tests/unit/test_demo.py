@@ -153,6 +153,42 @@ def test_the_line_names_every_committed_tier() -> None:
     assert describe(status) == "running  loss 1.250  world 2  committed: memory 3, disk 2"
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({"state": "PENDING"}, "starting the supervisor"),
+        (
+            {"state": "PENDING", "placement": {"workers": 2, "spares": 1}, "waiting": 1},
+            "starting the ranks, 1 of 3 ready",
+        ),
+        ({"state": "RUNNING", "tokens_per_s": 12345.0}, "running  12.3k tokens/s"),
+        ({"state": "RECOVERING", "tokens_per_s": 12345.0}, "recovering"),
+    ],
+)
+def test_the_line_says_what_is_waited_for(status: dict[str, Any], words: str) -> None:
+    assert describe(status) == words
+
+
+def test_a_pipe_gets_whole_lines_at_each_state_and_stride() -> None:
+    out = io.StringIO()
+    with RunDisplay(Console(file=out, width=40), "title", steps=24) as display:
+        for step in range(25):
+            display.show(running(step) | {"last_incident": "Incident 1: " + "word " * 20})
+        display.show(running(24) | {"state": "SUCCEEDED"})
+    lines = out.getvalue().splitlines()
+    assert len([line for line in lines if line.startswith("title")]) == 14
+    assert len(lines) == 15 and lines[-1] == "title  24/24  succeeded"
+
+
+def test_the_terminal_has_a_bar_and_the_last_incident() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60)
+    with RunDisplay(console, "title", steps=24) as display:
+        display.show(running(3) | {"last_incident": "Incident 1: rank 1 ended. More."})
+    assert "3/24 steps" in out.getvalue()
+    assert "last incident: Incident 1: rank 1 ended" in out.getvalue()
+
+
 def test_the_twin_is_cached_by_content(tmp_path: Path) -> None:
     losses = {1: 0.1 + 0.2, 2: 5e-324, 3: math.pi}
     save_losses(tmp_path, "key", losses, "run-1")

@@ -18,7 +18,7 @@ from relit.demo.report import DemoReport
 
 EQUAL = Comparison(equal=9, total=9, first=None)
 APART = Comparison(equal=8, total=9, first=Difference(step=4, ours=1.0, twin=2.0))
-INCIDENT = {"headline": "rank 1 was killed by signal 9 at step 4", "lost": {"steps": 1}}
+INCIDENT = {"headline": "Incident 1: rank 1 was killed by signal 9 at step 4", "lost": {"steps": 1}}
 
 
 def report(**changes: Any) -> DemoReport:
@@ -68,6 +68,12 @@ def test_people_are_told_everything() -> None:
         "store/demo/r",
     ):
         assert text in out.getvalue()
+
+
+def test_a_stopped_run_says_how_to_go_on() -> None:
+    out = io.StringIO()
+    report(state="STOPPED", comparison=None, store="s").print_to(Console(file=out, width=120))
+    assert "relit resume r --store s" in out.getvalue()
 
 
 def test_json_goes_to_stdout_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,25 @@ def test_the_environment_names_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cluster.cluster_named("http://h:1") == "http://h:1"
 
 
+@pytest.mark.parametrize(
+    ("busy", "touched_ago_s", "ended"), [(False, 60, True), (True, 60, False), (False, 0, False)]
+)
+def test_a_cluster_is_ended_only_if_nobody_needs_it(
+    monkeypatch: pytest.MonkeyPatch, busy: bool, touched_ago_s: float, ended: bool
+) -> None:
+    monkeypatch.setattr(cluster, "local_cluster", lambda: INFO)
+    monkeypatch.setattr(cluster, "in_use", lambda url: busy)
+    monkeypatch.setattr(cluster, "touched_s", lambda: time.time() - touched_ago_s)
+    stops: list[bool] = []
+    monkeypatch.setattr(cluster, "stop_local_cluster", lambda: not stops.append(True))
+    assert cluster.end_if_unused(timeout_s=0.1) is ended
+    assert len(stops) == ended
+
+
+def test_who_cannot_be_asked_counts_as_busy() -> None:
+    assert cluster.in_use("http://127.0.0.1:1")
+
+
 def test_auth_mode_is_always_set(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.set_auth_mode(local=True)
     assert os.environ["RAY_AUTH_MODE"] == "disabled"

@@ -32,7 +32,9 @@ def demo(
     from relit.demo.story import DemoOptions, run_demo
 
     console = Console(stderr=as_json)
-    options = DemoOptions(steps=steps, workers=workers, faults=not no_faults, store=store)
+    options = DemoOptions(
+        steps=steps, workers=workers, faults=not no_faults, store=store, keep=keep
+    )
     report = run_demo(options, console)
     report.print_to(console)
     if as_json:

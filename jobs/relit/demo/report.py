@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +15,15 @@ from rich.text import Text
 from relit import errors
 from relit.demo.compare import Comparison
 from relit.demo.faults import Kill
+from relit.run_state import TERMINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
-    """The outcome. comparison and twin are None if the run did not succeed or was not compared."""
+    """The outcome. comparison and twin are None if the run did not succeed or was not compared.
+
+    store: the one that was named, for the commands that are suggested.
+    """
 
     run_id: str
     run_directory: str
@@ -32,6 +39,7 @@ class DemoReport:
     comparison: Comparison | None = None
     twin: str | None = None
     twin_state: str = "SUCCEEDED"
+    store: str | None = None
 
     @property
     def steps_lost(self) -> int:
@@ -68,7 +76,7 @@ class DemoReport:
     def print_to(self, console: Console) -> None:
         """The report for people."""
         style = "bold green" if self.state == "SUCCEEDED" else "bold red"
-        head = f"{self.state} at step {self.step} of {self.steps} in {self.seconds:.1f} s"
+        head = f"{self.state} at step {self.step} of {self.steps}, {self.seconds:.0f} s in all"
         console.print(Text(f"\n{head}  {self.reason}".rstrip(), style=style))
         self._print_incidents(console)
         if self.comparison is not None:
@@ -79,9 +87,19 @@ class DemoReport:
         if "val_loss" in self.value:
             console.print(f"Validation loss: {self.value['val_loss']:.4f} nats per byte")
         if self.value.get("sample"):
-            console.print(Panel(Text(str(self.value["sample"])), title="generated", width=80))
+            sample = Text(str(self.value["sample"]).rstrip())
+            console.print(Panel(sample, title="generated", width=min(80, console.width)))
         console.print(Text(f"Run directory: {self.run_directory}"), soft_wrap=True)
-        console.print(Text(f"Look around:   relit status {self.run_directory}", style="dim"))
+        verb = "result" if self.state in TERMINAL else "status"
+        console.print(Text(f"Look around:   {self._command(verb)}", style="dim"), soft_wrap=True)
+        if self.state == "STOPPED":
+            console.print(Text(f"Go on:         {self._command('resume')}"), soft_wrap=True)
+
+    def _command(self, verb: str) -> str:
+        """What to type for this run, also where the environment is not activated."""
+        program = "relit" if shutil.which("relit") else os.path.relpath(_beside_python("relit"))
+        store = f" --store {self.store}" if self.store else ""
+        return f"{program} {verb} {self.run_id}{store}"
 
     def _print_incidents(self, console: Console) -> None:
         missed = self.planned_kills - len(self.kills)
@@ -89,7 +107,11 @@ class DemoReport:
             console.print(
                 Text(f"{missed} planned kill(s) came too late: the run was over", "yellow")
             )
-        for number, incident in enumerate(self.incidents, 1):
-            console.print(Text(f"Incident {number}: {incident.get('headline')}", style="yellow"))
+        for incident in self.incidents:
+            console.print(Text(str(incident.get("headline")), style="yellow"))
         if self.planned_kills or self.incidents:
             console.print(f"Steps lost: {self.steps_lost}")
+
+
+def _beside_python(name: str) -> str:
+    return os.path.join(os.path.dirname(sys.executable), name)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 import relit
-from relit.cluster import local_cluster
+from relit.cluster import end_if_unused, local_cluster
 from relit.demo import twin
 from relit.demo.compare import compare, losses_of
 from relit.demo.data import DemoData, prepare
@@ -34,13 +35,25 @@ class DemoOptions:
     workers: int = 2
     faults: bool = True
     store: str | None = None
+    keep: bool = False
 
 
 def run_demo(options: DemoOptions, console: Console) -> DemoReport:
-    """Do all of it on a local cluster. Blocks for minutes; Ctrl-C stops the run and reports."""
+    """Do all of it on a local cluster. Blocks for minutes; Ctrl-C stops the run and reports.
+
+    A local cluster that was not there before is ended afterwards, unless `keep` or in use.
+    """
+    ours = local_cluster() is None and not options.keep
+    report = _play(options, console)
+    if ours and end_if_unused():
+        console.print(Text("The local Ray cluster has ended; nothing is left running.", "dim"))
+    return report
+
+
+def _play(options: DemoOptions, console: Console) -> DemoReport:
     started_s = time.monotonic()
     home = Path(HOME).expanduser()
-    data = prepare(home / "data", console.print)
+    data = prepare(home / "data", lambda text: console.print(Text(text)))
     spec = make_spec(options, data, name="gpt-lm-stdlib")
     faults = plan_faults(options.steps, options.workers) if options.faults else ()
     title = "with failures" if faults else "undisturbed"
@@ -65,6 +78,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
         comparison=comparison,
         twin=undisturbed.source if undisturbed else None,
         twin_state=undisturbed.state if undisturbed else "SUCCEEDED",
+        store=options.store,
     )
 
 
@@ -94,8 +108,10 @@ def _train(
     faults: Sequence[Fault],
 ) -> tuple[relit.JobHandle, Watched]:
     with RunDisplay(console, title, options.steps) as display:
-        display.say(f"Submitting {spec.name}: {options.workers} ranks, {options.steps} steps")
+        if local_cluster() is None:
+            display.say("Starting a local Ray cluster, reachable from this machine only")
         run = relit.Client(store=options.store).submit(spec)
+        display.say(f"Submitted {run.id}: {options.workers} ranks, {options.steps} steps")
         cluster = local_cluster()
         if cluster is not None:
             display.say(f"Ray's dashboard: {cluster.dashboard_url}")
