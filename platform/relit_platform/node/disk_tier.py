@@ -101,11 +101,15 @@ class DiskTier:
             for name in _listed(self._folder(step, generation)):
                 if not name.endswith(RECORD_SUFFIX):
                     continue
+                path = os.path.join(self._folder(step, generation), name)
                 try:
-                    path = os.path.join(self._folder(step, generation), name)
                     records.append(self._ours(load_record(self.root, path)))
-                except (CorruptShardError, FileNotFoundError) as error:
-                    refusals.append(_refusal(step, generation, name, error))
+                except FileNotFoundError:
+                    continue  # dropped since it was listed
+                except CorruptShardError as error:
+                    file = os.path.relpath(str(error.fields["file"]), self.root)
+                    reason = str(error.fields["reason"])
+                    refusals.append(_refusal(step, generation, file, reason))
         return records, refusals
 
     def record(self, step: int, generation: int, rank: int) -> ShardPersisted | None:
@@ -125,7 +129,8 @@ class DiskTier:
             except FileNotFoundError:
                 continue
             except (ManifestError, OSError) as error:
-                refusals.append(_refusal(step, generation, key, error))
+                reason = str(getattr(error, "fields", {}).get("reason", error))
+                refusals.append(_refusal(step, generation, key, reason))
                 continue
             manifests.append((step, generation, data))
         return manifests, refusals
@@ -205,11 +210,11 @@ def _listed(folder: str) -> Iterator[str]:
         return
 
 
-def _refusal(step: int, generation: int, file: str, error: Exception) -> dict[str, Any]:
+def _refusal(step: int, generation: int, file: str, reason: str) -> dict[str, Any]:
     return {
         "tier": "disk",
         "step": step,
         "generation": generation,
         "file": file,
-        "reason": str(error),
+        "reason": reason,
     }

@@ -47,9 +47,12 @@ def load_plan(
                 tensors[name] = tensor
         except CorruptShardError as error:
             raise _placed(error, plan, source) from error
-        except (FileNotFoundError, ObjectMissingError) as error:
-            missing = CorruptShardError(file=source.location, reason="is missing")
-            raise _placed(missing, plan, source) from error
+        except FileNotFoundError as error:
+            gone = CorruptShardError(file=error.filename or source.location, reason="is missing")
+            raise _placed(gone, plan, source) from error
+        except ObjectMissingError as error:
+            gone = CorruptShardError(file=error.fields["key"], reason="is missing")
+            raise _placed(gone, plan, source) from error
     if sorted(extras) != list(range(plan.world)):
         reason = f"shards of ranks {sorted(extras)} for a world of {plan.world}"
         raise CorruptShardError(
