@@ -57,7 +57,12 @@ def test_a_cluster_is_ended_only_if_nobody_needs_it(
     monkeypatch.setattr(cluster, "in_use", lambda url: busy)
     monkeypatch.setattr(cluster, "touched_s", lambda: time.time() - touched_ago_s)
     stops: list[bool] = []
-    monkeypatch.setattr(cluster, "stop_local_cluster", lambda: not stops.append(True))
+
+    def stop() -> bool:
+        stops.append(True)
+        return True
+
+    monkeypatch.setattr(cluster, "stop_local_cluster", stop)
     assert cluster.end_if_unused(timeout_s=0.1) is ended
     assert len(stops) == ended
 
