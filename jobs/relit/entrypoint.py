@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from relit.commands import send_command
-from relit.errors import USAGE, state_exit_code
+from relit.errors import USAGE, run_exit_code, state_exit_code
 from relit.job_card import JobCard
 from relit.reading import RunReader
 from relit.run_writer import to_json
@@ -94,7 +94,7 @@ class Entrypoint:
     def _outcome(self) -> int:
         status = self._show()
         self._say(state_line(status))
-        return state_exit_code(str(status["state"]))
+        return run_exit_code(status)
 
     def _pass_stop_on(self) -> None:
         if not self._stop_signal or self._stop_sent:

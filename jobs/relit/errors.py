@@ -22,6 +22,9 @@ with 2: `exit_code` knows them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from relit_platform.errors import DriftError, PlatformError
 from relit_storage.errors import (
     LeaseHeldError,
@@ -166,10 +169,20 @@ def exit_code(error: BaseException) -> int:
     return USAGE if isinstance(error, _CALLERS) else INTERNAL
 
 
-def state_exit_code(state: str) -> int:
-    """The exit code of a run in this state: 0, 100 failed, 103 stopped, 101 anything else."""
+def state_exit_code(state: str, verdict_code: str = "") -> int:
+    """The exit code of a run in this state: 0, 100 failed, 103 stopped, 101 anything else.
+
+    verdict_code "bad_input": it failed because of what it was given, which is 2 everywhere.
+    """
     if state == "SUCCEEDED":
         return OK
     if state == "STOPPED":
         return STOPPED
-    return FAILED if state.startswith("FAILED") else NOT_FINISHED
+    if state.startswith("FAILED"):
+        return USAGE if verdict_code == "bad_input" else FAILED
+    return NOT_FINISHED
+
+
+def run_exit_code(found: Mapping[str, Any]) -> int:
+    """The exit code for a status or result of a run."""
+    return state_exit_code(str(found.get("state")), str(found.get("verdict_code") or ""))

@@ -143,5 +143,5 @@ def _settled(result: Json | None) -> Json:
     """Fields in which a finished run's result is newer than its last status."""
     if not result:
         return {}
-    names = ("step", "loss", "committed", "total_steps", "value", "finished_at_s")
+    names = ["step", "loss", "committed", "total_steps", "value", "finished_at_s", "verdict_code"]
     return {name: result[name] for name in names if result.get(name) is not None}

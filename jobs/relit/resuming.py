@@ -51,7 +51,9 @@ def resume_run(
     if old is None:
         raise BadInputError(f"run {reader.run_id} was never wholly submitted; submit it again.")
     plan = _plan(reader, old, spec, overrides, allow)
-    config = dataclasses.replace(plan.config, allow_drift=tuple(sorted(set(allow))))
+    # A changed config or code that was allowed once is in the newest checkpoint or about to be.
+    allowed = set(allow) | (set(old.allow_drift) & {"config", "code"})
+    config = dataclasses.replace(plan.config, allow_drift=tuple(sorted(allowed)))
     reader.store.put(layout.RESOLVED, run_writer.to_json(config.to_json()))
     send_command(reader.store, "resume", "resume asked for", time.time())
     result = reader.result()

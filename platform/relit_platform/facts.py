@@ -313,7 +313,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether the run goes on. code: "" when it does, else poison_step, no_progress,
+    """Whether the run goes on. code: "" when it does, else bad_input, poison_step, no_progress,
     max_recoveries or not_restorable. backoff_s: wait that long before the next try.
     """
 

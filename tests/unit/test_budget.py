@@ -66,6 +66,7 @@ def errors(seen: list[tuple[str, str, int, int]], processes: int = 2) -> list[st
         ([("E", "m", 5, 0), ("F", "m", 5, 0)], ["", ""]),
         ([("E", "at 0x7f01", 5, 0), ("E", "at 0x7f02", 5, 0)], ["", "poison_step"]),
         ([("E", "m", 0, -1)] * 3, ["", "", "poison_step"]),
+        ([("DriftError", "m", 5, 0)], ["bad_input"]),
     ],
 )
 def test_user_errors(seen: list[tuple[str, str, int, int]], codes: list[str]) -> None:

@@ -126,7 +126,7 @@ def events(run: str, follow: bool, since: int, kind: str, store: str | None, out
 @json_option
 def result(run: str, store: str | None, out: Output) -> None:
     """Print a run's result; the exit code is the run's (0, 100, 103; 101 while it is not over)."""
-    from relit.errors import state_exit_code
+    from relit.errors import run_exit_code
     from relit.wording import state_line
 
     job = find_run(run, store)
@@ -137,7 +137,14 @@ def result(run: str, store: str | None, out: Output) -> None:
         out.say(state_line({"run_id": job.id, **found}))
         for incident in incidents:
             out.say(f"  {incident.get('headline', '')}")
-        if found.get("value") is not None:
-            out.say(f"  value       {found['value']}")
+        for line in _value_lines(found.get("value")):
+            out.say(f"  value       {line}")
         out.say(f"  directory   {job.path}")
-    sys.exit(state_exit_code(str(found.get("state"))))
+    sys.exit(run_exit_code(found))
+
+
+def _value_lines(value: Any) -> list[str]:
+    """What the training function returned, one line for each key if it is a dict."""
+    if isinstance(value, dict):
+        return [f"{key} = {json.dumps(item)}" for key, item in value.items()]
+    return [] if value is None else [json.dumps(value)]

@@ -138,7 +138,7 @@ def _wait(job: JobHandle, timeout: float | None, out: Output) -> None:
 
     The first Ctrl-C asks the run to commit and stop (103 when it has); the second leaves it.
     """
-    from relit.errors import state_exit_code
+    from relit.errors import run_exit_code
     from relit.wording import state_line
 
     try:
@@ -149,4 +149,4 @@ def _wait(job: JobHandle, timeout: float | None, out: Output) -> None:
         found = job.wait(timeout)
     out.data(found)
     out.say(state_line(found))
-    sys.exit(state_exit_code(str(found["state"])))
+    sys.exit(run_exit_code(found))

@@ -36,14 +36,14 @@ def watch(run: str, store: str | None, out: Output) -> None:
 
     With --json, or when stdout is no terminal: one status a line, whenever it changes.
     """
-    from relit.errors import state_exit_code
+    from relit.errors import run_exit_code
 
     job = find_run(run, store)
     if out.as_json or not sys.stdout.isatty():
         final = _follow_lines(job, out)
     else:
         final = _follow_live(job, out)
-    sys.exit(state_exit_code(str(final["state"])))
+    sys.exit(run_exit_code(final))
 
 
 def _follow_lines(job: JobHandle, out: Output) -> Mapping[str, Any]:

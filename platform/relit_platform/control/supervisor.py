@@ -198,6 +198,7 @@ class RunSupervisor:
             "name": config.name,
             "state": state,
             "reason": reason,
+            "verdict_code": status.get("verdict_code") or "",
             "value": status.get("value"),
             "step": status.get("step"),
             "committed": status.get("committed"),

@@ -3,6 +3,7 @@
     max_recoveries   so many recoveries in all
     no_progress      so many in a row without one new completed step
     poison_step      the same exception at the same step so often again
+    bad_input        an exception by which relit refuses what it was given: once is enough
 
 Every decision comes with its reason. A new completed step resets the streak and the back-off.
 """
@@ -17,6 +18,9 @@ from relit_platform.facts import Verdict
 from relit_platform.run_config import RecoveryConfig
 
 MAX_ERRORS = 256
+BAD_INPUT = frozenset(
+    {"DriftError", "LoaderStateError", "NotSavableError", "StateMismatchError", "UsageError"}
+)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -69,6 +73,8 @@ def note_user_error(
 
     rank -1: raised before the worker had a rank, where each of `processes` may raise it once.
     """
+    if error_type in BAD_INPUT:
+        return state, Verdict(go_on=False, code="bad_input", reason=f"{error_type}: {message}")
     key = (error_type, _ADDRESS.sub("0x", message), step, max(rank, -1))
     seen = state.errors.get(key, 0) + 1
     times = seen if rank >= 0 else -(-seen // max(1, processes))

@@ -43,7 +43,7 @@ from relit_platform.worker.process_group import Group, close_group, form_group, 
 from relit_platform.worker.recorder import ROWS_IN_SYNC, Recorder
 from relit_platform.worker.restore import load_plan
 from relit_platform.worker.state_tree import flatten, restore
-from relit_storage.errors import CorruptShardError, StoreUnavailableError
+from relit_storage.errors import CorruptShardError, DatasetChangedError, StoreUnavailableError
 
 COLLECTIVE_TIMEOUT_S = 120.0
 NOTHING = -1  # held step of a member without state, in the exchange of held steps
@@ -232,12 +232,23 @@ class Member:
         extras: Mapping[str, Any],
         adopt_rows: Callable[[list[Mapping[str, Any]], int], None],
     ) -> None:
-        if extras["cursor"]:
-            self._check_cursor(extras["cursor"])
+        self._check_position(extras["cursor"])
         self._check_drift(extras["ids"])
         restore(objects, tensors, extras["objects"])
         self.step = int(extras["step"])
         adopt_rows(list(extras["rows"]), self.step)
+
+    def _check_position(self, cursor: Mapping[str, Any]) -> None:
+        """The saved data position must be one of this data set; another one only by name."""
+        try:
+            if cursor:
+                self._check_cursor(cursor)
+        except DatasetChangedError as changed:
+            if "data" not in self._config.allow_drift:
+                diff = "; ".join(changed.fields["diff"])
+                raise DriftError(
+                    what="the data set", diff=diff, flag="--allow-data-change"
+                ) from changed
 
     def _check_drift(self, saved: Mapping[str, str]) -> None:
         ours = {"config": self._config.config_sha, "code": self._config.code_sha}
