@@ -6,6 +6,7 @@ import io
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,7 +155,9 @@ def test_the_first_ctrl_c_stops_the_run(shell: Shell, monkeypatch: pytest.Monkey
         assert naps[0].store.list("control/") == ["control/000001-stop.json"]
         naps[0].result(time.time(), state="STOPPED", step=6)
 
-    monkeypatch.setattr("relit.handle.time.sleep", nap)
+    # Not time.sleep itself: subprocess naps too, while git tells its commit.
+    clock = SimpleNamespace(sleep=nap, monotonic=time.monotonic, time=time.time)
+    monkeypatch.setattr("relit.handle.time", clock)
     code, out, _ = shell.run("submit", str(shell.spec), "--run-id", "r1", "--wait")
     assert code == 103
     assert "r1 STOPPED at step 6" in out
@@ -166,10 +169,22 @@ def test_people_get_lines_and_a_table(shell: Shell) -> None:
     driver.status(state="RUNNING", step=5, total_steps=10, world=2, recoveries=1)
     driver.store.put("logs/w/000000.log", b"hello\n")
     assert shell.run("logs", run)[1] == "hello\n"
+    assert "nothing was written" in shell.run("logs", run, "--rank", "7")[2]
     listed = shell.run("ls")[1]
     for word in (run, "RUNNING", "5/10", "2"):
         assert word in listed
     assert "is valid" in shell.run("validate", str(shell.spec))[1]
+
+
+def test_incidents_and_the_value_are_told(shell: Shell) -> None:
+    run = shell.submit()
+    driver = shell.driver(run)
+    driver.store.put("incidents/000001.json", b'{"headline": "Incident 1: gone. Back."}')
+    driver.result(time.time(), state="SUCCEEDED", value={"loss": 0.5, "text": "a\nb"})
+    assert shell.run("incidents", run)[1] == "Incident 1: gone. Back.\n"
+    assert shell.json("incidents", run)["headline"] == "Incident 1: gone. Back."
+    told = shell.run("result", run)[1]
+    assert "value       loss = 0.5\n" in told and 'text = "a\\nb"\n' in told
 
 
 def test_events_can_be_chosen(shell: Shell) -> None:
@@ -199,6 +214,7 @@ def test_picture_shows_what_matters() -> None:
     text = console.export_text()
     for word in ("RUNNING", "5/10", "0.5000", "12,345", "memory 5", "Incident 1: gone."):
         assert word in text
+    assert "\nstep" in text  # the bar has a line of its own
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])

@@ -27,6 +27,7 @@ _VERBS = {
     "watch": "relit.cli.watch:watch",
     "logs": "relit.cli.runs:logs",
     "events": "relit.cli.runs:events",
+    "incidents": "relit.cli.runs:incidents",
     "stop": "relit.cli.steering:stop",
     "resume": "relit.cli.steering:resume",
     "result": "relit.cli.runs:result",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -65,7 +66,8 @@ def status(run: str, store: str | None, out: Output) -> None:
         if found.get(name) is not None:
             out.say(f"  {label:<11} {found[name]}")
     if found.get("recoveries"):
-        out.say(f"  recoveries  {found['recoveries']}, last: {found.get('last_incident', '')}")
+        last = str(found.get("last_incident") or "").partition(". ")[0]
+        out.say(f"  recoveries  {found['recoveries']}, last: {last}")
     out.say(f"  directory   {job.path}")
 
 
@@ -94,12 +96,16 @@ def logs(
         if not out.as_json:
             click.echo("\n".join(workers))
         return
+    silent = True
     for text in job.logs(rank=rank, worker=worker, follow=follow):
+        silent = False
         if out.as_json:
             for line in text.splitlines():
                 out.data({"line": line})
         else:
             click.echo(text, nl=not text.endswith("\n"))
+    if silent:
+        click.echo(f"nothing was written by these workers of {job.id}", err=True)
 
 
 @click.command(short_help="Print what happened.")
@@ -118,6 +124,19 @@ def events(run: str, follow: bool, since: int, kind: str, store: str | None, out
             out.data(event)
             if not out.as_json:
                 click.echo(event_line(event))
+
+
+@click.command(short_help="Print what went wrong and how it was recovered from.")
+@run_argument
+@store_option
+@json_option
+def incidents(run: str, store: str | None, out: Output) -> None:
+    """Print a run's incidents: cause, steps lost, and where the time went; --json has it all."""
+    job = find_run(run, store)
+    for incident in job.incidents():
+        out.data(incident)
+        if not out.as_json:
+            click.echo(str(incident.get("headline", "")))
 
 
 @click.command(short_help="Print how a run ended; exits as the run did.")

@@ -80,6 +80,7 @@ def _follow_live(job: JobHandle, out: Output) -> Mapping[str, Any]:
 def picture(status: Mapping[str, Any]) -> RenderableType:
     """The screen for one status."""
     from rich.console import Group
+    from rich.padding import Padding
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -90,7 +91,7 @@ def picture(status: Mapping[str, Any]) -> RenderableType:
     head = Text.assemble((f" {state} ", f"reverse {_STYLES.get(state, 'red')}"))
     head.append(f"  {status.get('run_id', '')}  {status.get('reason') or ''}")
     step, total = int(status.get("step") or 0), status.get("total_steps")
-    bar = ProgressBar(total=float(total), completed=step, width=48) if total else Text("")
+    bar = ProgressBar(total=float(total), completed=step, width=48) if total else ""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("step", f"{step}/{total}" if total else str(step))
     for label, name, form in _FACTS:
@@ -99,7 +100,7 @@ def picture(status: Mapping[str, Any]) -> RenderableType:
     facts.add_row("committed", committed_line(status))
     if status.get("last_incident"):
         facts.add_row("incident", str(status["last_incident"]))
-    return Group(head, bar, facts)
+    return Group(head, Padding(bar), facts)  # a bar alone does not end its line
 
 
 _FACTS = (
