@@ -180,3 +180,21 @@ def test_never_recovered_says_so() -> None:
     record = one([exited(1, 10.0), LOST])
     assert not record["recovered"] and "Not recovered." in record["headline"]
     assert record["downtime_s"] == pytest.approx(89.0)
+
+
+def test_a_lost_train_controller() -> None:
+    record = one(
+        [
+            fact("run.restarting", 9.9, error="The actor died\nclass_name: X", completed_step=30),
+            exited(0, 10.0),
+            exited(1, 10.0),
+            fact("epoch.started", 10.5, ended=["a", "b"], completed_step=30),
+            formed(14.3, 2, 29, source="checkpoint", tier="memory", filled_at_s=14.2),
+            entered(0, 14.5),
+            entered(1, 14.6),
+            done(31, 15.0),
+        ]
+    )
+    assert record["cause"]["code"] == "train_controller_lost"
+    assert record["headline"].startswith("Incident {id}: Ray Train's controller was lost at step 30.")
+    assert record["lost"]["steps"] == 1 and record["downtime_s"] == pytest.approx(5.1)

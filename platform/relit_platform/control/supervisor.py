@@ -151,6 +151,7 @@ class RunSupervisor:
                         "error": str(error)[:2000],
                         "reason": decision.reason,
                         "backoff_s": decision.backoff_s,
+                        "completed_step": status.get("completed_step"),
                     },
                 )
             )

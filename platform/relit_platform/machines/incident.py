@@ -10,6 +10,7 @@ belongs to it. Facts that it reads (others are passed over):
     worker.error       the user's loop raised              names the exception
     member.fault       a member's collective broke, or it refused a checkpoint file
     epoch.started      after workers ran, and no run.restarting came: the supervisor was lost
+    run.restarting     before any other evidence: Ray Train's controller was lost
     generation.lost    the manager gave the generation up
     generation.formed  all places filled and a source of state chosen
     rank.entered       a rank is in the group and has its state
@@ -56,8 +57,8 @@ def advance(state: IncidentState, fact: Fact) -> tuple[IncidentState, Records]:
             return _blame(state, fact), []
         case "epoch.started":
             return _epoch_started(state, fact), []
-        case "run.restarting" if state.open:
-            return replace(state, open=replace(state.open, restarted=True)), []
+        case "run.restarting":
+            return _restarting(state, fact), []
         case "generation.lost":
             return _lost(state, fact), []
         case "generation.formed":
@@ -153,6 +154,26 @@ def _epoch_started(state: IncidentState, fact: Fact) -> IncidentState:
         world_before=found.world_before or len(ended),
     )
     return replace(state, open=found)
+
+
+def _restarting(state: IncidentState, fact: Fact) -> IncidentState:
+    """Ray Train's run ended early. With workers known to be dead that is the consequence; without,
+    its controller was lost and took the workers with it.
+    """
+    if state.open is not None:
+        return replace(state, open=replace(state.open, restarted=True))
+    evidence = Evidence(
+        method="ray_train",
+        weight=5,
+        at_s=fact.at_s,
+        noticed_at_s=fact.at_s,
+        rank=None,
+        text=str(fact.data.get("error") or "").split("\n", 1)[0][:300],
+    )
+    found = _opened(state, evidence, state.generation)
+    found = replace(found, evidence=(evidence,), restarted=True)
+    completed = max(found.completed_step, int(fact.data.get("completed_step") or 0))
+    return replace(state, open=replace(found, completed_step=completed))
 
 
 def _lost(state: IncidentState, fact: Fact) -> IncidentState:

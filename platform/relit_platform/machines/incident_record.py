@@ -14,6 +14,7 @@ CLASSES = {
     "restore_refused": "store",
     "timeout": "hang",
     "collective_error": "unknown",
+    "ray_train": "controller",
 }
 
 
@@ -89,7 +90,12 @@ def split(found: OpenIncident, began_s: float, end_s: float) -> dict[str, float]
 
 
 def _cause(cause: Evidence, found: OpenIncident) -> dict[str, Any]:
-    code = {"exit": "process_ended", "controller": "supervisor_lost"}.get(cause.method)
+    codes = {
+        "exit": "process_ended",
+        "controller": "supervisor_lost",
+        "ray_train": "train_controller_lost",
+    }
+    code = codes.get(cause.method)
     return {
         "class": CLASSES[cause.method],
         "code": code or cause.method,
@@ -129,6 +135,8 @@ def _what(record: dict[str, Any]) -> str:
     ended = sorted({e["rank"] for e in cause["evidence"] if e["method"] == "exit"})
     node = f" on node {cause['node'][:8]}" if cause["node"] else ""
     match cause["class"]:
+        case "controller" if cause["code"] == "train_controller_lost":
+            return "Ray Train's controller was lost"
         case "controller":
             return "the supervisor was lost"
         case "user_error":
@@ -150,6 +158,7 @@ def _method(record: dict[str, Any]) -> str:
         "collective_error": "a broken collective",
         "restore_refused": "its checksum",
         "timeout": "a timeout",
+        "ray_train": "the end of its run",
         "controller": "the end of its workers" if exits else "the next supervisor",
     }[record["detect"]["method"]]
 
