@@ -196,5 +196,5 @@ def test_a_lost_train_controller() -> None:
         ]
     )
     assert record["cause"]["code"] == "train_controller_lost"
-    assert record["headline"].startswith("Incident {id}: Ray Train's controller was lost at step 30.")
-    assert record["lost"]["steps"] == 1 and record["downtime_s"] == pytest.approx(5.1)
+    assert "Ray Train's controller was lost at step 30." in record["headline"]
+    assert record["lost"]["steps"] == 1 and record["downtime_s"] == pytest.approx(5.0)
