@@ -55,7 +55,8 @@ def start_attempt(
 def hand_over(config: RunConfig, submission_id: str, transport: JobTransport) -> None:
     """Submit the Ray job of an attempt; again for one whose submit was cut off."""
     metadata = {
-        "job_name": config.name,
+        "name": config.name,
+        "job_name": config.name,  # what Ray's dashboard calls it
         "owner": config.owner,
         "run_id": config.run_id,
         "state": "SUBMITTED",

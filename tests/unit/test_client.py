@@ -46,7 +46,8 @@ def test_submit_writes_the_run_then_hands_it_to_ray(
         f"python -m relit.entrypoint --store {tmp_path / 'store'}"
         f" --run-key default/{job.id} --job {job.id}-a1"
     )
-    assert (metadata["run_id"], metadata["owner"], metadata["job_name"]) == (job.id, "ann", "job")
+    assert (metadata["run_id"], metadata["owner"]) == (job.id, "ann")
+    assert (metadata["name"], metadata["job_name"]) == ("job", "job")
     config = job.reader.config()
     assert config is not None
     assert config.config == {"lr": 0.1}

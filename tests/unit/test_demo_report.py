@@ -14,7 +14,7 @@ from relit.demo import story
 from relit.demo.command import demo
 from relit.demo.compare import Comparison, Difference
 from relit.demo.faults import Fault, Kill
-from relit.demo.report import DemoReport
+from relit.demo.report import DemoReport, printable
 
 EQUAL = Comparison(equal=9, total=9, first=None)
 APART = Comparison(equal=8, total=9, first=Difference(step=4, ours=1.0, twin=2.0))
@@ -68,6 +68,10 @@ def test_people_are_told_everything() -> None:
         "store/demo/r",
     ):
         assert text in out.getvalue()
+
+
+def test_generated_bytes_cannot_steer_the_terminal() -> None:
+    assert printable("a\n\tb\x1b[31m\r\x07") == "a\n        b\ufffd[31m\ufffd\ufffd"
 
 
 def test_a_stopped_run_says_how_to_go_on() -> None:
