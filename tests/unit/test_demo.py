@@ -102,7 +102,8 @@ class ScriptedRun:
             if now["state"] in ("SUCCEEDED", "STOPPED"):
                 return dict(now)
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "") -> None:
+        assert reason == "Ctrl-C"
         self.stops += 1
 
 

@@ -77,7 +77,8 @@ class DemoReport:
         """The report for people."""
         style = "bold green" if self.state == "SUCCEEDED" else "bold red"
         head = f"{self.state} at step {self.step} of {self.steps}, {self.seconds:.0f} s in all"
-        console.print(Text(f"\n{head}  {self.reason}".rstrip(), style=style))
+        why = f" ({self.reason})" if self.reason else ""
+        console.print(Text(f"\n{head}{why}", style=style))
         self._print_incidents(console)
         if self.comparison is not None:
             good = "bold green" if self.comparison.identical else "bold red"

@@ -30,7 +30,7 @@ class RunView(Protocol):
         """Block until the run is over, showing each status; NotFinishedError if it was lost."""
         ...
 
-    def stop(self) -> Any:
+    def stop(self, reason: str = "") -> Any:
         """Ask for a stop at the next boundary."""
         ...
 
@@ -133,7 +133,7 @@ def watch(run: RunView, watcher: Watcher, display: RunDisplay) -> Watched:
 def _stop(run: RunView, watcher: Watcher) -> None:
     seen = watcher.seen
     try:
-        run.stop()
+        run.stop("Ctrl-C")
     except RunFinishedError:
         pass  # it ended while the key was pressed
     try:
