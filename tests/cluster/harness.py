@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import leaks
+
 import relit
 from relit.examples import digits
 from relit.handle import JobHandle
@@ -60,10 +62,10 @@ class Lab:
         return job
 
     def leaks(self, run_id: str) -> list[str]:
-        """What a finished run left behind: shared memory, temporary files, worker processes."""
-        found = [str(p) for p in Path("/dev/shm/relit").glob(f"{run_id}*")]
-        found += [str(p) for p in (self.root / "store").rglob("*.tmp*") if run_id in str(p)]
-        return found
+        """What a finished run left behind, once its supervisor has had the time to clean up."""
+        job = relit.Client(store=str(self.root / "store")).get(run_id)
+        whole = job.status()["state"] == "SUCCEEDED"  # other runs keep their disk for a resume
+        return leaks.left_by(self.root, run_id, list(job.events()), disk=not whole)
 
 
 def prepare(root: Path) -> Lab:

@@ -1,0 +1,125 @@
+"""Seeded plans of rank kills, and what must hold for every incident that they cause."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import harness
+
+from relit.handle import JobHandle
+from relit_platform.worker.drill import STEP_PHASES
+from relit_storage.data.ledger import LedgerRow, audit
+from relit_storage.data.loader import Loader
+from relit_storage.data.table import TableDataset
+
+KILLS = int(os.environ.get("RELIT_DRILL_KILLS", "6"))
+SEED = int(os.environ.get("RELIT_DRILL_SEED", "20"))
+GAP = (4, 20)  # steps between two kills
+SOON = (1, 6)  # steps to the kill that finds no spare yet
+
+Fault = dict[str, Any]
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """kills by step; at `hold_at` the loop waits until a spare is there."""
+
+    kills: list[Fault]
+    hold_at: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Length of a run in which every kill has happened well before the end."""
+        return int(self.kills[-1]["step"]) + GAP[1]
+
+
+def scattered(count: int, seed: int, *, spare: bool) -> Plan:
+    """`count` kills over all phases and both ranks.
+
+    spare: each kill with an even number meets a waiting spare; the next one comes too soon for it.
+    """
+    dice = random.Random(seed)
+    phases = [phase for _ in range(count // len(STEP_PHASES) + 1) for phase in _shuffled(dice)]
+    plan, step = Plan([]), 0
+    for number, phase in enumerate(phases[:count]):
+        hot = spare and number % 2 == 0
+        low, high = SOON if spare and not hot else GAP
+        step += dice.randint(low, high)
+        if hot:
+            plan.hold_at.append(step - 2)
+        plan.kills.append(kill(dice.randrange(2), step, phase))
+    return plan
+
+
+def kill(rank: int, step: int, phase: str) -> Fault:
+    """One drill."""
+    return {"kind": "kill", "rank": rank, "step": step, "phase": phase}
+
+
+def _shuffled(dice: random.Random) -> list[str]:
+    return dice.sample(STEP_PHASES, len(STEP_PHASES))
+
+
+def check_exact(job: JobHandle, calm: Mapping[int, float], data: Path, steps: int) -> None:
+    """The run ended well, with the losses of the calm run, and read each sample when it should."""
+    status = job.status()
+    assert status["state"] == "SUCCEEDED", status
+    assert harness.losses(job) == {step: calm[step] for step in range(1, steps + 1)}
+    rows = [LedgerRow.from_metric_row(row) for row in job.metrics()]
+    digits = TableDataset.open(str(data / "train.parquet"))
+    loader = Loader(digits, global_batch=rows[0].hi - rows[0].lo, seed=0, steps=steps)
+    report = audit(rows, sum(digits.rows_per_block), sample_ids=loader.sample_ids)
+    assert report.exact and report.num_steps == steps, report
+    assert [event for event in job.events() if event["level"] == "error"] == []
+
+
+def check_phases(record: Record) -> None:
+    """Recovered, and every second of the downtime belongs to one phase."""
+    assert record["recovered"], record
+    assert abs(sum(record["phases"].values()) - record["downtime_s"]) < 1e-5, record
+    assert min(record["phases"].values()) >= 0, record
+
+
+def check_one_killed(record: Record, fault: Fault, members: Mapping[int, dict[int, str]]) -> None:
+    """This kill made this record: no step was lost, and the other rank kept its process."""
+    check_phases(record)
+    assert record["cause"]["rank"] == fault["rank"], (fault, record)
+    assert record["lost"]["steps"] == 0, (fault, record)
+    assert record["step"] in (fault["step"] - 1, fault["step"]), (fault, record)
+    before, after = (members[record["generation"][when]] for when in ("before", "after"))
+    changed = [rank for rank in after if after[rank] != before[rank]]
+    assert changed == [fault["rank"]], (fault, before, after)
+
+
+def members_by_generation(job: JobHandle) -> dict[int, dict[int, str]]:
+    """Worker id by rank of each generation; a worker id names one process life."""
+    return {
+        event["data"]["generation"]: {m["rank"]: m["worker_id"] for m in event["data"]["members"]}
+        for event in job.events()
+        if event["kind"] == "generation.formed"
+    }
+
+
+def was_waiting(record: Record, members: Mapping[int, dict[int, str]]) -> bool:
+    """True if the worker that took the rank over had been started before the fault."""
+    worker = members[record["generation"]["after"]][record["cause"]["rank"]]
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    started_s = booted_s + int(worker.rpartition("-")[2]) / os.sysconf("SC_CLK_TCK")
+    return started_s < float(record["at_s"])
+
+
+def figures(records: Sequence[Record]) -> str:
+    """Minimum, median and maximum of the downtimes, for the log."""
+    times = [record["downtime_s"] for record in records]
+    if not times:
+        return "none"
+    low, middle, high = min(times), statistics.median(times), max(times)
+    return f"{len(times)} incidents, downtime {low:.2f} / {middle:.2f} / {high:.2f} s"

@@ -1,0 +1,126 @@
+"""SIGKILL of ranks at seeded (rank, step, phase), several per run; the survivor never ends.
+
+RELIT_DRILL_KILLS says how many for each policy, RELIT_DRILL_SEED which ones. Every loss equals
+that of the run that nobody touched, bit for bit, and each sample is read once. In a spare run every
+second kill finds a spare that waits, the others come before Ray has replaced it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import harness
+import kills
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+HELD = str(Path(__file__).with_name("held.py")) + ":train"
+WAIT, SPARE = (kills.scattered(kills.KILLS, kills.SEED, spare=spare) for spare in (False, True))
+SHORT = 40  # steps of the runs with one or two addressed kills
+STEPS = max(WAIT.steps, SPARE.steps, SHORT)
+PER_KILL_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Any) -> dict[int, float]:
+    """The losses of the run that nobody touches."""
+    return harness.losses(submitted(lab, "kills-calm", kills.Plan([]), STEPS))
+
+
+def submitted(lab: Any, name: str, plan: kills.Plan, steps: int, **changes: Any) -> Any:
+    """Run the held digits job with the plan's kills, to its end."""
+    status = lab.root / "store" / "default" / name / "status.json"
+    config = {"steps": steps, "hold_at": plan.hold_at, "status": str(status)}
+    job = lab.submit(name, entry=HELD, config=config, faults=plan.kills, **changes)
+    job.wait(timeout_s=harness.WAIT_S + PER_KILL_S * len(plan.kills))
+    return job
+
+
+def test_scattered_kills_of_a_run_that_waits(lab: Any, calm: dict[int, float]) -> None:
+    job = submitted(lab, "kills-wait", WAIT, WAIT.steps)
+    kills.check_exact(job, calm, lab.data, WAIT.steps)
+    records, members = job.incidents(), kills.members_by_generation(job)
+    assert len(records) == len(WAIT.kills)
+    for record, fault in zip(records, WAIT.kills, strict=True):
+        kills.check_one_killed(record, fault, members)
+    print(f"\nwait: {kills.figures(records)}")
+    assert lab.leaks(job.id) == []
+
+
+def test_scattered_kills_of_a_run_with_a_spare(lab: Any, calm: dict[int, float]) -> None:
+    job = submitted(
+        lab, "kills-spare", SPARE, SPARE.steps,
+        scaling={"workers": 2, "spares": 1}, recovery={"on_rank_loss": "spare"},
+    )  # fmt: skip
+    kills.check_exact(job, calm, lab.data, SPARE.steps)
+    records, members = job.incidents(), kills.members_by_generation(job)
+    assert len(records) == len(SPARE.kills)
+    for record, fault in zip(records, SPARE.kills, strict=True):
+        kills.check_one_killed(record, fault, members)
+    hot = [record for record in records if kills.was_waiting(record, members)]
+    cold = [record for record in records if record not in hot]
+    print(f"\nspare waiting: {kills.figures(hot)}\nspare not there: {kills.figures(cold)}")
+    assert len(hot) >= len(SPARE.hold_at)
+    if cold:
+        assert median(r["downtime_s"] for r in hot) < min(r["downtime_s"] for r in cold)
+    assert lab.leaks(job.id) == []
+
+
+def test_both_ranks_killed_at_once(lab: Any, calm: dict[int, float]) -> None:
+    """Nobody is left: a full restart from shared memory, three times."""
+    addresses = [
+        [(0, 10, "forward"), (1, 10, "forward")],
+        [(0, 20, "boundary"), (1, 20, "update")],  # the newest step is whole nowhere
+        [(0, 30, "snapshot"), (1, 30, "snapshot")],
+    ]
+    plan = kills.Plan([kills.kill(*address) for pair in addresses for address in pair])
+    job = submitted(lab, "kills-both", plan, SHORT)
+    kills.check_exact(job, calm, lab.data, SHORT)
+    assert len(job.incidents()) == len(addresses)
+    for record in job.incidents():
+        kills.check_phases(record)
+        assert record["restore"]["tier"] == "memory", record
+        assert record["lost"]["steps"] <= 1, record
+    assert lab.leaks(job.id) == []
+
+
+def test_killed_again_while_the_generation_forms(lab: Any, calm: dict[int, float]) -> None:
+    """A second fault during the recovery; rank 0 owns the store where the others meet."""
+    addresses = [
+        [(1, 8, "forward"), (1, 8, "form")],  # the newcomer
+        [(0, 16, "forward"), (0, 16, "form")],  # the newcomer as rank 0
+        [(1, 24, "forward"), (1, 24, "restore")],  # the newcomer, while it gets state
+        [(1, 32, "update"), (0, 33, "form")],  # the survivor, and the state with it
+    ]
+    plan = kills.Plan([kills.kill(*address) for pair in addresses for address in pair])
+    job = submitted(lab, "kills-again", plan, SHORT)
+    kills.check_exact(job, calm, lab.data, SHORT)
+    records = job.incidents()
+    assert len(records) == len(addresses)
+    for record in records:
+        kills.check_phases(record)
+        print(f"\n{record['headline']}")
+    assert [record["lost"]["steps"] for record in records] == [0, 0, 0, 1]
+    assert lab.leaks(job.id) == []
+
+
+AT_THE_END = {
+    "update": (0, SHORT, "update"),
+    "boundary": (0, SHORT, "boundary"),
+    "end": (0, SHORT, "end"),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_END)
+def test_killed_when_nothing_is_left_but_the_end(
+    lab: Any, calm: dict[int, float], name: str
+) -> None:
+    plan = kills.Plan([kills.kill(*AT_THE_END[name])])
+    job = submitted(lab, f"kills-last-{name}", plan, SHORT)
+    kills.check_exact(job, calm, lab.data, SHORT)
+    assert job.result()["value"]["test_accuracy"] > 0
+    assert all(record["recovered"] for record in job.incidents()), job.incidents()
+    assert lab.leaks(job.id) == []
