@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -29,6 +29,7 @@ from relit_storage.errors import FencedError, ObjectMissingError, StoreError
 from relit_storage.run import layout
 from relit_storage.run.event_log import EventWriter, RowWriter
 from relit_storage.run.lease import Lease
+from relit_storage.run.redaction import Redactor
 from relit_storage.stores.protocol import ObjectStore
 
 TICK_S = 0.2
@@ -51,10 +52,13 @@ class Pump:
         self._events = self._writer(lease.epoch)
         self._rows = RowWriter(store, lease.epoch)
         self._incidents = IncidentLog(store)
+        self._redactor = Redactor.from_environment(config.secret_names)
         self._telemetry = Telemetry(config.run_id)
         self._lock = threading.RLock()
         self._halt = threading.Event()
         self._after = 0
+        self._written = 0  # as _after, of what is in the run directory
+        self._row_step = 0  # the newest step of a row that was appended
         self._manager_pid = 0
         self._state = "PENDING"
         self._reason = ""
@@ -114,11 +118,14 @@ class Pump:
             self._thread.join(DRAIN_TIMEOUT_S * 2)
         with self._lock:
             self._drain()
-            self._incidents.finish(time.time())
+            for record in self._incidents.finish(time.time()):
+                self._closed(record, 0, None)
             self.set_state(state, reason)
             self._until_written(lambda: self._flush(time.time(), force=True))
             self._until_written(lambda: self._write_status(time.time()))
-            body = {**result, "incidents": self._incidents.count, "status": self._status}
+            body = self._redactor.data(
+                {**result, "incidents": self._incidents.count, "status": self._status}
+            )
             self._until_written(lambda: self._store.put(layout.RESULT, _json(body)))
 
     # ---- a round ----
@@ -158,13 +165,14 @@ class Pump:
     def _drain(self) -> None:
         while True:
             drained: Drained = self._manager.link.call(
-                "drain", self._after, timeout_s=DRAIN_TIMEOUT_S
+                "drain", self._after, self._written, timeout_s=DRAIN_TIMEOUT_S
             )
             self._manager_changed(drained.status)
             for fact in drained.facts:
                 self._take(fact)
             for row in drained.rows:
                 self._rows.append(row)
+                self._row_step = max(self._row_step, int(row["step"]))
             if drained.overflow:
                 self._take(
                     Fact(
@@ -183,7 +191,7 @@ class Pump:
     def _manager_changed(self, status: Mapping[str, Any]) -> None:
         pid = int(status.get("manager_pid") or 0)
         if self._manager_pid and pid != self._manager_pid:
-            self._after = 0
+            self._after = self._written = 0
             self._take(
                 Fact(
                     kind="manager.restarted",
@@ -198,27 +206,33 @@ class Pump:
         self._manager_pid = pid
 
     def _take(self, fact: Fact) -> None:
+        fact = replace(fact, data=self._redactor.data(fact.data))
         event = self._events.append(asdict(fact))
         self._history.add(event)
         for record in self._incidents.add(fact):
-            self._telemetry.incident(record)
-            self._events.append(
-                {
-                    "kind": "incident.closed",
-                    "at_s": time.time(),
-                    "src": "supervisor",
-                    "generation": fact.generation,
-                    "step": fact.step,
-                    "level": "warning",
-                    "data": {"id": record.get("id"), "headline": record.get("headline")},
-                }
-            )
+            self._closed(record, fact.generation, fact.step)
+
+    def _closed(self, record: Mapping[str, Any], generation: int, step: int | None) -> None:
+        self._telemetry.incident(record)
+        self._events.append(
+            {
+                "kind": "incident.closed",
+                "at_s": time.time(),
+                "src": "supervisor",
+                "generation": generation,
+                "step": step,
+                "level": "warning",
+                "data": {"id": record.get("id"), "headline": record.get("headline")},
+            }
+        )
 
     def _flush(self, now: float, *, force: bool = False) -> None:
         if force or self._events.due(now):
             self._events.flush(now)
         if force or self._rows.due(now):
             self._rows.flush(now)
+            self._written = self._after  # ranks keep with their state what is not written
+            self._history.last_row_step = max(self._history.last_row_step, self._row_step)
         self._incidents.flush()
 
     def _write_status(self, now: float) -> None:
@@ -242,6 +256,7 @@ class Pump:
             "agents": [{"node_id": node, "pid": pid} for node, pid in self._history.agents.items()],
             "updated_at_s": now,
         }
+        body = self._redactor.data(body)
         self._status = body
         self._telemetry.update(body)
         self._store.put(layout.STATUS, _json(body))

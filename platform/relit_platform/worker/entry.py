@@ -33,6 +33,7 @@ from relit_platform.worker.drill import Drill
 from relit_platform.worker.manager_client import ActorLink, ManagerClient
 from relit_platform.worker.member import Member
 from relit_platform.worker.recorder import Recorder
+from relit_storage.run.redaction import Redactor
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.prefixed import PrefixedStore
 from relit_storage.stores.protocol import ObjectStore
@@ -74,7 +75,7 @@ def _build(config: RunConfig, epoch: int) -> tuple[RankContext, Member, Recorder
     store = PrefixedStore(open_store(config.store), config.run_key)
     agent = ActorLink(lambda: get_or_create_agent(config, node_id), patience_s=60.0)
     paths = agent.call("hello", worker_id, pid, epoch)
-    _tee(paths.log_path)
+    _tee(paths.log_path, Redactor.from_environment(config.secret_names))
     manager = ManagerClient(config.run_id)
     recorder = Recorder(
         config=config,
@@ -180,22 +181,25 @@ def _start_ticks(pid: int) -> int:
 
 
 class _Tee(io.TextIOBase):
-    """Writes to Ray's worker log and to the run's own."""
+    """Writes to Ray's worker log and to the run's own, secrets masked in both."""
 
-    def __init__(self, stream: TextIO, path: str) -> None:
+    def __init__(self, stream: TextIO, path: str, redactor: Redactor) -> None:
         self._stream = stream
+        self._redactor = redactor
         self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
+        masked = self._redactor.text(text)
         with self._lock:
-            self._file.write(text)
-        return self._stream.write(text)
+            self._file.write(masked)
+        self._stream.write(masked)
+        return len(text)
 
     def flush(self) -> None:
         self._stream.flush()
 
 
-def _tee(path: str) -> None:
-    sys.stdout = _Tee(sys.stdout, path)
-    sys.stderr = _Tee(sys.stderr, path)
+def _tee(path: str, redactor: Redactor) -> None:
+    sys.stdout = _Tee(sys.stdout, path, redactor)
+    sys.stderr = _Tee(sys.stderr, path, redactor)
