@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from relit_storage.run.redaction import Redactor, holds_credentials, is_secret_name
 
 ENVIRONMENT = {
