@@ -165,9 +165,12 @@ class RankContext:
             if self._all_here():
                 return
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, scaler: Any = None) -> None:
         """Gradients of `loss` (the mean over this micro-batch), weighted by samples and, with
         the last micro-batch, summed over all ranks; blocks until the sum is complete.
+
+        scaler: a GradScaler, if losses are scaled; the loss that is recorded is not. Its update
+        belongs into `step`: run.step(lambda: (scaler.step(optimizer), scaler.update())).
 
         A fault is recovered in here; then the step is abandoned: `step` does nothing and the loop
         gets the same positions again.
@@ -188,7 +191,8 @@ class RankContext:
                 sync.control[STOP] = float(self._recorder.stop_requested)
             sync.begin(sync=last)
             with self._armed():
-                (loss * weight).backward()
+                weighted = loss * weight
+                (weighted if scaler is None else scaler.scale(weighted)).backward()
             if last:
                 self._phase("sync", "sync")
                 sync.finish()
