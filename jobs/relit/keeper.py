@@ -40,6 +40,7 @@ from relit.cluster import (
 )
 
 LOOPBACK = "127.0.0.1"
+TEMP_SUBFOLDER = "tmp"
 IDLE_S = 60.0
 _POLL_S = 0.5
 _LOOK_S = 5.0  # how often the cluster is asked what runs
@@ -80,6 +81,7 @@ class Keeper:
 
     def _start(self) -> bool:
         self._temp_dir = tempfile.mkdtemp(prefix=TEMP_PREFIX)
+        os.mkdir(os.path.join(self._temp_dir, TEMP_SUBFOLDER))
         gcs, client = free_port(), free_port()
         dashboard = free_port(preferred=_DASHBOARD_PORT)
         self._info = ClusterInfo(
@@ -91,7 +93,7 @@ class Keeper:
         )
         self._head = subprocess.Popen(
             start_command(gcs, dashboard, client, self._temp_dir),
-            env=ray_environment(self._info.gcs_address, dict(os.environ)),
+            env=ray_environment(self._info, dict(os.environ)),
             stdin=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,
         )
@@ -178,7 +180,7 @@ def start_command(gcs: int, dashboard: int, client: int, temp_dir: str) -> list[
     return [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, *valued]
 
 
-def ray_environment(gcs_address: str, inherited: dict[str, str]) -> dict[str, str]:
+def ray_environment(info: ClusterInfo, inherited: dict[str, str]) -> dict[str, str]:
     """The variables of every process of the cluster."""
     own_python = str(Path(sys.executable).parent)
     return {
@@ -188,7 +190,9 @@ def ray_environment(gcs_address: str, inherited: dict[str, str]) -> dict[str, st
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # see the module's text
         # With several clusters on a host, Ray's own helpers pick a wrong one without it.
-        "RAY_ADDRESS": gcs_address,
+        "RAY_ADDRESS": info.gcs_address,
+        # What killed processes could not remove (multiprocessing, torch's caches) ends with us.
+        "TMPDIR": os.path.join(info.temp_dir, TEMP_SUBFOLDER),
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "2",
         "RAY_DEDUP_LOGS": "0",
         "PYTHONUNBUFFERED": "1",

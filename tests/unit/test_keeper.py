@@ -292,6 +292,8 @@ def test_close_leaves_nothing(node: Node) -> None:
     persisted(node, keeper, path, step=7)
     keeper.close(remove_disk=False)
     assert os.listdir(node.shm) == [] and node.root.exists()
+    for shared in ("code", "drills", "ray_train"):
+        (node.root.parent / shared).mkdir()
     keeper.close(remove_disk=True)
     assert os.listdir(node.disk) == []
 

@@ -110,7 +110,8 @@ def test_start_command_names_only_loopback(monkeypatch: pytest.MonkeyPatch) -> N
     command = keeper.start_command(1, 2, 3, "t")
     assert "--node-ip-address=127.0.0.1" in command
     assert "--dashboard-host=127.0.0.1" in command
-    environment = keeper.ray_environment("127.0.0.1:1", {"PATH": "bin"})
+    environment = keeper.ray_environment(INFO, {"PATH": "bin", "TMPDIR": "/elsewhere"})
+    assert environment["TMPDIR"] == "x/tmp"
     assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert environment["RAY_AUTH_MODE"] == "disabled"
     assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}bin"

@@ -57,7 +57,7 @@ LOGS_EVERY_S = 2.0
 CRASH_PAUSE_S = 5.0
 KILL_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 8.0  # of each thread; the supervisor waits 30 s for all of close
-SHARED_FOLDERS = ("code", "drills")  # beside the node folders on disk, used by all workers
+SHARED_FOLDERS = ("code", "drills", "ray_train")  # beside the nodes' folders, for all workers
 
 
 class NodeKeeper:
