@@ -173,12 +173,15 @@ def test_the_line_says_what_is_waited_for(status: dict[str, Any], words: str) ->
 def test_a_pipe_gets_whole_lines_at_each_state_and_stride() -> None:
     out = io.StringIO()
     with RunDisplay(Console(file=out, width=40), "title", steps=24) as display:
+        for _ in range(3):
+            display.show({"state": "PENDING", "placement": {"workers": 2, "spares": 0}})
         for step in range(25):
             display.show(running(step) | {"last_incident": "Incident 1: " + "word " * 20})
         display.show(running(24) | {"state": "SUCCEEDED"})
     lines = out.getvalue().splitlines()
-    assert len([line for line in lines if line.startswith("title")]) == 14
-    assert len(lines) == 15 and lines[-1] == "title  24/24  succeeded"
+    assert lines[0] == "title  0/24  starting the ranks, 0 of 2 ready"
+    assert len([line for line in lines if line.startswith("title")]) == 15
+    assert len(lines) == 16 and lines[-1] == "title  24/24  succeeded"
 
 
 def test_the_terminal_has_a_bar_and_the_last_incident() -> None:

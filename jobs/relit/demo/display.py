@@ -65,7 +65,8 @@ class RunDisplay:
             self._shown_incident = incident
             self.say(incident, "yellow")
         if not self._console.is_terminal:
-            self._line(step, str(status.get("state")))
+            state = str(status.get("state"))
+            self._line(step, self._details if state == "PENDING" else state)
 
     def _picture(self) -> RenderableType:
         parts: list[RenderableType] = [self._progress.get_renderable()]
