@@ -16,12 +16,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 def lab() -> Iterator[object]:
     """A running local cluster and a place for runs; nothing of it is left afterwards."""
     import harness
+
     from relit import cluster
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="rl") as folder:
         patch.setenv("HOME", folder)
         for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RELIT_STORE"):
             patch.delenv(name, raising=False)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(
+                name, "lab"
+            )  # of the S3 server that test_s3 brings; the workers inherit it
         cluster.ensure_cluster()
         try:
             yield harness.prepare(Path(folder))

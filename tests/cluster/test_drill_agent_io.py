@@ -1,0 +1,115 @@
+"""The agent dies for real in the middle of a persist, and of an upload; so does the whole node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import victims
+
+from relit.handle import JobHandle
+from relit_platform.control.object_tier import ObjectTier
+from relit_platform.facts import RestorePlan
+from relit_platform.machines.lineage import Lineage
+from relit_platform.machines.restore import plan_restore
+from relit_platform.worker.restore import load_plan
+from relit_storage.checkpoint.commit_log import CommitLog
+
+pytestmark = pytest.mark.cluster
+
+STEPS, MEGABYTES, PAUSE_S = 60, 128, 0.05
+FROM_STEP = 25  # a step on disk and one in the object tier are whole by then
+SHAPE: dict[str, Any] = {
+    "entry": "heavy.py:train",
+    "config": {"steps": STEPS, "megabytes": MEGABYTES, "pause_s": PAUSE_S},
+    "env": {"working_dir": str(Path(__file__).parent)},
+    "checkpoint": {"disk_every_steps": 10, "object_every_steps": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Any) -> dict[int, float]:
+    job = lab.run("heavy-calm", **SHAPE)
+    assert job.status()["state"] == "SUCCEEDED", job.status()
+    return harness.losses(job)
+
+
+def being_persisted(lab: Any, run_id: str) -> list[Path]:
+    """Unfinished shard files on the disk tier."""
+    return list((lab.root / "disk" / run_id).glob("*/checkpoints/steps/*/*/.*safetensors*"))
+
+
+def being_uploaded(lab: Any) -> list[Path]:
+    """Unfinished objects of the store that are larger than any log segment."""
+    found = (lab.root / "store" / ".tmp").glob("*")
+    return [path for path in found if path.stat().st_size > 1 << 20]
+
+
+def cut_short(job: JobHandle, at_work: Callable[[], list[Path]], whom: list[str]) -> list[Path]:
+    """Kill them all while `at_work` finds unfinished files, and again until some stay unfinished.
+
+    A kill that comes a moment too late finds the files renamed; then the next save is waited for.
+    """
+    while True:
+        status = harness.until(job, agents_live)
+        pids = [pid for what in whom for pid in victims.pids_of(job, status, what)]
+        while not (found := at_work()):
+            assert job.status()["state"] == "RUNNING", job.status()
+        harness.kill(*pids)
+        left = [path for path in found if path.exists()]
+        if left:
+            return left
+
+
+def agents_live(status: Mapping[str, Any]) -> bool:
+    """The agents that the status names are those of now, not killed ones."""
+    return bool(status["agents"]) and all(harness.alive(int(a["pid"])) for a in status["agents"])
+
+
+def check_end(lab: Any, job: JobHandle, calm: dict[int, float]) -> None:
+    """The same losses as ever, and every commit of the object tier is whole and of one step."""
+    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
+    assert harness.losses(job) == calm
+    assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
+    store = job.reader.store
+    commits = ObjectTier(store, CommitLog(store), time.time).commits()
+    assert commits[0].step == STEPS
+    for commit in commits:
+        plan = plan_restore([], [commit], Lineage(), (), ())
+        assert isinstance(plan, RestorePlan)
+        tensors, _ = load_plan(plan, store)
+        parts = [tensor for name, tensor in tensors.items() if "part_" in name]
+        assert {v for part in parts for v in part[::1000].tolist()} == {0.125 * commit.step}
+    assert lab.leaks(job.id) == []
+
+
+def test_in_the_middle_of_a_persist(lab: Any, calm: dict[int, float]) -> None:
+    job = lab.submit("heavy-persist", **SHAPE)
+    harness.at_step(job, FROM_STEP)
+    cut_short(job, lambda: being_persisted(lab, job.id), ["agent"])
+    check_end(lab, job, calm)
+
+
+def test_in_the_middle_of_an_upload(lab: Any, calm: dict[int, float]) -> None:
+    job = lab.submit("heavy-upload", **SHAPE)
+    harness.at_step(job, FROM_STEP)
+    cut_short(job, lambda: being_uploaded(lab), ["agent"])
+    check_end(lab, job, calm)
+
+
+def test_the_whole_node_in_the_middle_of_a_persist(lab: Any, calm: dict[int, float]) -> None:
+    """Agent and ranks at once, and what was in memory is gone: the step before is restored."""
+    job = lab.submit("heavy-node", **SHAPE)
+    harness.at_step(job, FROM_STEP)
+    left = cut_short(job, lambda: being_persisted(lab, job.id), ["agent", "ranks"])
+    for slot in Path("/dev/shm/relit", job.id).glob("*/slots/*"):
+        slot.unlink()
+    check_end(lab, job, calm)
+    formed = [e["data"] for e in job.events() if e["kind"] == "generation.formed"][1]
+    cut = int(left[0].parent.parent.name)
+    assert (formed["source"], formed["tier"]) == ("checkpoint", "disk"), formed
+    assert formed["start_step"] == cut - 10, (formed, left)

@@ -1,0 +1,81 @@
+"""One run, two drivers: the lease refuses the second, and a takeover fences the first off."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import victims
+
+from relit import cluster
+from relit.handle import JobHandle
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 700
+LEASE_S = 4.0
+# A supervisor under another name is another holder: what a second cluster on this store would be.
+INTRUDER = """
+import json, sys
+import ray
+from relit_platform.control.supervisor import RunSupervisor
+ray.init(address=sys.argv[1], namespace="relit", log_to_driver=False, logging_level="ERROR")
+actor = ray.remote(RunSupervisor).options(
+    name="supervisor/intruder", lifetime="detached", num_cpus=0, max_restarts=-1, max_concurrency=4
+).remote(sys.argv[2], sys.argv[3])
+print(json.dumps(ray.get(actor.refused.remote(60.0), timeout=70.0)))
+"""
+
+
+def intrude(lab: Any, job: JobHandle) -> str:
+    """Start a second supervisor; why it may not drive the run, '' if it does."""
+    info = cluster.local_cluster()
+    assert info is not None
+    words = [info.gcs_address, str(lab.root / "store"), job.reader.run_key]
+    done = subprocess.run(
+        [sys.executable, "-c", INTRUDER, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return str(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Any) -> dict[int, float]:
+    return harness.losses(lab.run("driver-calm", steps=STEPS))
+
+
+def test_a_second_driver_is_refused_while_the_first_lives(lab: Any, calm: dict[int, float]) -> None:
+    job = lab.submit("second-driver", steps=STEPS, recovery={"lease_s": LEASE_S})
+    harness.at_step(job, 50)
+    why = intrude(lab, job)
+    assert "lease" in why or "supervisor" in why, why
+    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED"
+    assert job.status()["epoch"] == 1
+    assert harness.losses(job) == calm
+    assert job.incidents() == []
+    assert lab.leaks(job.id) == []
+
+
+def test_a_frozen_driver_is_replaced_and_fenced(lab: Any, calm: dict[int, float]) -> None:
+    job = lab.submit("frozen-driver", steps=STEPS, recovery={"lease_s": LEASE_S})
+    status = harness.at_step(job, 50)
+    [frozen] = victims.pids_of(job, status, "supervisor")
+    victims.send(frozen, signal.SIGSTOP)
+    assert intrude(lab, job) == ""
+    harness.until(job, lambda status: status["epoch"] == 2)
+    victims.send(frozen, signal.SIGCONT)
+    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
+    assert job.status()["epoch"] == 2
+    assert harness.losses(job) == calm
+    assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
+    assert lab.leaks(job.id) == []
+    assert not Path(f"/proc/{frozen}").exists() or not harness.alive(frozen)

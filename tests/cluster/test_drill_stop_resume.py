@@ -1,0 +1,119 @@
+"""Stopped by Ctrl-C, by `relit stop`, by the end of its job; resumed at exactly that step."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import harness
+import pyarrow.parquet as pq
+import pytest
+import shell
+import victims
+
+import relit
+from relit.handle import JobHandle
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 700
+STOPS = {"ctrl-c": 100, "relit stop": 300, "end of the job": 500}
+CODE = """
+from relit.examples import digits
+
+LR = {lr}
+
+def train(run, cfg):
+    return digits.train(run, cfg | {{"lr": LR}})
+"""
+
+
+def check_stopped(lab: Any, job: JobHandle, asked_at: int) -> int:
+    """Everything that a stop promises; the step at which the run stands."""
+    status = job.status()
+    assert status["state"] == "STOPPED", status
+    step = int(status["step"])
+    assert asked_at <= step < STEPS
+    assert [row["step"] for row in job.metrics()] == list(range(1, step + 1))
+    assert (status["committed"]["disk"], status["committed"]["object"]) == (step, step)
+    assert lab.leaks(job.id) == []
+    return step
+
+
+def started_at(job: JobHandle) -> tuple[int, str]:
+    """Start step and tier of the newest generation."""
+    formed = [e["data"] for e in job.events() if e["kind"] == "generation.formed"][-1]
+    return int(formed["start_step"]), str(formed["tier"])
+
+
+def stop_by(how: str, lab: Any, process: Any) -> int:
+    """Stop the run that `process` waits for, in one of three ways; checks exit codes."""
+    job = shell.job_of(lab.root / "store", "stopped")
+    status = harness.at_step(job, STOPS[how])
+    store = str(lab.root / "store")
+    if how == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    elif how == "relit stop":
+        said = shell.relit_cli("stop", job.id, "--store", store)
+        assert said.code == 103, said
+    else:
+        for pid in victims.pids_of(job, status, "driver"):
+            victims.send(pid, signal.SIGTERM)
+    said = shell.end(process)
+    assert said.code == 103, said
+    return check_stopped(lab, job, STOPS[how])
+
+
+def test_a_stop_commits_and_a_resume_goes_on_right_there(lab: Any, tmp_path: Path) -> None:
+    calm = lab.run("stop-calm", steps=STEPS)
+    spec = shell.write_spec(tmp_path, lab.spec("stopped", steps=STEPS))
+    process = shell.start("submit", spec, "--wait")
+    for how in STOPS:
+        step = stop_by(how, lab, process)
+        process = shell.start("resume", "stopped", "--store", str(lab.root / "store"), "--wait")
+        job = shell.job_of(lab.root / "store", "stopped")
+        harness.at_step(job, step + 1)
+        assert started_at(job) == (step, "disk")
+    assert shell.end(process).code == 0
+    assert harness.losses(job) == harness.losses(calm)
+    assert job.incidents() == []
+    assert lab.leaks(job.id) == []
+
+
+def test_what_decides_the_losses_changes_by_name_only(lab: Any, tmp_path: Path) -> None:
+    """config, code and data set; each refused with what differs, then allowed by its flag."""
+    code, data = tmp_path / "code", tmp_path / "data"
+    code.mkdir()
+    data.mkdir()
+    for file in lab.data.iterdir():
+        (data / file.name).write_bytes(file.read_bytes())
+    (code / "job.py").write_text(CODE.format(lr=0.002))
+    spec = lab.spec(
+        "drift",
+        steps=60,
+        entry="job.py:train",
+        config={"data": str(data)},
+        env={"working_dir": str(code)},
+    )
+    path = shell.write_spec(tmp_path, spec)
+    job = relit.submit(spec)
+    harness.until(job, lambda status: status["state"] == "RUNNING")
+    job.stop()
+    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "STOPPED"
+    resume = ("resume", "drift", "--store", str(lab.root / "store"))
+
+    said = shell.relit_cli(*resume, "config.lr=0.5")
+    assert said.code == 2 and "config.lr" in said.text and "0.5" in said.text, said
+    (code / "job.py").write_text(CODE.format(lr=0.004))
+    said = shell.relit_cli(*resume, "--spec", path)
+    assert said.code == 2 and "job.py changed" in said.text, said
+    table = pq.read_table(data / "train.parquet")
+    pq.write_table(table.slice(0, 1200), data / "train.parquet", row_group_size=100)
+    said = shell.relit_cli(*resume, "--wait")
+    assert said.code == 2 and f"{table.num_rows} rows became 1200 rows" in said.text, said
+    assert "--allow-data-change" in said.text
+    flags = ("--allow-code-change", "--allow-data-change")
+    said = shell.relit_cli(*resume, "--spec", path, *flags, "--wait")
+    assert said.code == 0, said
+    assert [row["step"] for row in job.metrics()] == list(range(1, 61))
