@@ -135,6 +135,12 @@ def _rank(rank: int, port: int, case: str, rounds: int, answers: Any) -> None:
         close()
 
 
+def machine() -> str:
+    """What the figures were measured on; no host name."""
+    load = f"load {os.getloadavg()[0]:.1f} after"
+    return f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {load}"
+
+
 def measure(case: str, rounds: int) -> dict[str, Any]:
     """Run one case; a row of the result table."""
     context = multiprocessing.get_context("spawn")
@@ -160,7 +166,7 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
         "floor": FLOOR,
         "unit": "steps/s",
         "command": "python benchmarks/gradient_sync.py",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
+        "machine": machine(),
     }
 
 

@@ -143,11 +143,14 @@ class Coordinator:
                 self._changed.notify_all()
                 return self._members.state.newest
 
-    def drain(self, after: int) -> Drained:
-        """Facts and rows numbered above `after`, and the status. Forgets those up to `after`."""
+    def drain(self, after: int, written: int | None = None) -> Drained:
+        """Facts and rows numbered above `after`, and the status. Forgets those up to `after`.
+
+        written: what is numbered up to here is in the run directory; ranks may forget its rows.
+        """
         with self._changed:
             self._tick()
-            return self._journal.outbox.drain(after, self.status())
+            return self._journal.outbox.drain(after, self.status(), written)
 
     def status(self) -> dict[str, Any]:
         """What status.json shows of the run; plain JSON. See status.py."""
@@ -212,13 +215,14 @@ class Coordinator:
     def rows(self, batch: RowBatch) -> int:
         """Rows of completed steps; see RowBatch.
 
-        Returns the step up to which no row is needed again: the sender keeps later ones, and sends
-        them again unless a later answer covers them. -1: not known yet, keep everything.
+        Returns the step up to which no row is needed again, for it is in the run directory: the
+        sender keeps later ones with its state, and sends them again unless a later answer covers
+        them. -1: not known yet, keep everything.
         """
         with self._changed:
             state = self._members.state
             self._journal.take_rows(batch, state.newest, state.lineage)
-            return self._journal.rows.needed_after if state.epoch else -1
+            return self._journal.written_row_step if state.epoch else -1
 
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
         """A worker's function has returned. rank -1: it never had a place."""

@@ -73,8 +73,15 @@ class Journal:
         """Somebody holds the state after `step`, or has written that it did."""
         self.completed_step = max(self.completed_step, step)
 
+    @property
+    def written_row_step(self) -> int:
+        """Rows of all steps up to here are in the run directory."""
+        step, first = self.rows.needed_after, self.outbox.first_unwritten_row
+        return step if first is None else min(step, first - 1)
+
     def note_formed(self, data: Mapping[str, Any]) -> None:
         """A generation was announced; data as in its fact."""
+        self.rows.rewind(int(data["start_step"]))
         self.members = [dict(member) for member in data["members"]]
         self.memory_steps = {}
         self._to_beat = max(self.completed_step, int(data["start_step"]))

@@ -99,9 +99,9 @@ class CheckpointManager:
         """See Coordinator.request_stop."""
         self._coordinator.request_stop(reason)
 
-    def drain(self, after: int) -> Drained:
+    def drain(self, after: int, written: int | None = None) -> Drained:
         """See Coordinator.drain; its status also has manager_pid."""
-        drained = self._coordinator.drain(after)
+        drained = self._coordinator.drain(after, written)
         drained.status["manager_pid"] = os.getpid()
         return drained
 

@@ -22,21 +22,35 @@ class Outbox:
 
     def __init__(self, now_s: float) -> None:
         self._items: deque[Item] = deque()
+        self._unwritten: deque[tuple[int, int]] = deque(maxlen=MAX_KEPT)  # number and step of rows
         self._next = int(now_s * 1_000_000) + 1
         self._dropped = 0
 
     def add(self, item: Fact | dict[str, Any]) -> None:
         """Queue one; when full the oldest goes and is counted."""
+        if not isinstance(item, Fact):
+            self._unwritten.append((self._next, int(item["step"])))
         self._items.append((self._next, item))
         self._next += 1
         if len(self._items) > MAX_KEPT:
             self._items.popleft()
             self._dropped += 1
 
-    def drain(self, after: int, status: dict[str, Any]) -> Drained:
-        """Forget what is numbered up to `after`; hand out the next ones."""
+    @property
+    def first_unwritten_row(self) -> int | None:
+        """The lowest step of a row that the supervisor has not written yet."""
+        return min((step for _, step in self._unwritten), default=None)
+
+    def drain(self, after: int, status: dict[str, Any], written: int | None = None) -> Drained:
+        """Forget what is numbered up to `after`; hand out the next ones.
+
+        written: up to here everything is in the run directory (None: up to `after`).
+        """
         if after >= self._next:
             after = 0  # a number this manager never gave out: the clock went back
+        safe = after if written is None else min(written, after)
+        while self._unwritten and self._unwritten[0][0] <= safe:
+            self._unwritten.popleft()
         while self._items and self._items[0][0] <= after:
             self._items.popleft()
         taken = [self._items[i] for i in range(min(MAX_PER_DRAIN, len(self._items)))]

@@ -55,6 +55,12 @@ class RowBook:
         self.needed_after = last_row_step
         self._untold = {step for step in self._rows if step > last_row_step}
 
+    def rewind(self, start_step: int) -> None:
+        """A generation starts here: the rows of later steps are made again."""
+        if start_step < self.needed_after:
+            self.needed_after = start_step
+            self._untold.update(step for step in self._rows if step > start_step)
+
     def rate(self, key: str) -> float | None:
         """`key` summed over the newest rows of one generation, per second; None before two."""
         if len(self._recent) < 2:

@@ -60,6 +60,17 @@ class ActorLink:
             self._handle = None
             return None
 
+    def answered(self, ref: Any) -> tuple[bool, Any]:
+        """Whether what `send` returned is over, without waiting, and its answer, None if it failed.
+
+        Some 100 us.
+        """
+        try:
+            done, _ = ray.wait([ref], timeout=0, fetch_local=False)
+            return (True, ray.get(ref)) if done else (False, None)
+        except RayError:
+            return True, None
+
     def _actor(self) -> Any:
         if self._handle is None:
             self._handle = self._find()

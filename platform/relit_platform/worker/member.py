@@ -40,7 +40,7 @@ from relit_platform.worker.forming import form_watched
 from relit_platform.worker.gradient_sync import GradientSync
 from relit_platform.worker.manager_client import ManagerClient
 from relit_platform.worker.process_group import Group, close_group, form_group, open_rendezvous
-from relit_platform.worker.recorder import ROWS_IN_SYNC, Recorder
+from relit_platform.worker.recorder import Recorder
 from relit_platform.worker.restore import load_plan
 from relit_platform.worker.state_tree import flatten, restore
 from relit_storage.errors import CorruptShardError, DatasetChangedError, StoreUnavailableError
@@ -217,7 +217,7 @@ class Member:
         if self.rank == holder:
             tensors, skeleton = flatten(objects)
             cursor = self._cursor(self.step)
-            extras_json = self._recorder.extras(self, cursor, skeleton, rows=ROWS_IN_SYNC)
+            extras_json = self._recorder.extras(self, cursor, skeleton)
             send_state(self._group, need, tensors, extras_json)
             self._holds = True
         elif self.rank in need:

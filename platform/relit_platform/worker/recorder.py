@@ -2,7 +2,8 @@
 
 Nothing here waits for another process except `finish`, `table` and `artifact`. Per completed step:
 
-    row      kept in a bounded deque by every rank, sent by rank 0 in batches a few times a second
+    row      kept by every rank, beside each snapshot too, until the supervisor has written it;
+             sent by rank 0 in batches a few times a second
     snapshot into this worker's shared-memory slots, every `memory_every_steps`
     persist  asked of the node's agent every `disk_every_steps`; the slot is pinned first, so
              that an agent that is killed in between finds the pinned slot when it comes back
@@ -15,6 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from relit_platform.facts import Fact, RowBatch
@@ -27,10 +29,24 @@ from relit_platform.worker.state_tree import flatten
 from relit_storage.data.ledger import LedgerRow
 from relit_storage.stores.protocol import ObjectStore
 
-ROWS_KEPT = 4096
-ROWS_IN_EXTRAS = 512  # at 150 bytes a row, 75 KB at the most beside each snapshot
-ROWS_IN_SYNC = 64
+ROWS_KEPT = 4096  # while the store is away; else a few seconds' worth
+ROWS_IN_EXTRAS = 1024  # at 200 bytes a row, 200 KB at the most beside each snapshot
 SHIP_EVERY_S = 0.25
+RESEND_S = 5.0  # rows are written some 3 s after they were sent; then they may have been lost
+FINISH_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One metric row, and its JSON text: it goes into many snapshots, but is encoded once."""
+
+    step: int
+    fields: dict[str, Any]
+    text: bytes
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> _Row:
+        return cls(int(fields["step"]), fields, json.dumps(fields).encode())
 
 
 class Recorder:
@@ -62,9 +78,11 @@ class Recorder:
             release_slots=lambda paths: self._agent.send("release_slots", worker_id, paths),
         )
         self._objects: Mapping[str, Any] = {}
-        self._rows: deque[dict[str, Any]] = deque(maxlen=ROWS_KEPT)
+        self._rows: deque[_Row] = deque(maxlen=ROWS_KEPT)
         self._shipped_step = 0
         self._shipped_at_s = 0.0
+        self._asked: Any = None  # a call of `rows` whose answer will say what is written
+        self._oldest = (0, 0.0)  # step of the oldest row kept, and since when it is
         self._place = (0, 0)  # rank, generation
         self._memory_step: int | None = None
         self._skips = 0
@@ -111,6 +129,7 @@ class Recorder:
         """A new generation was entered; rows after last_row_step are sent again by rank 0."""
         self._place = (rank, generation)
         self._shipped_step = last_row_step
+        self._asked = None  # an answer from before knows nothing of this line
 
     # ---- the boundary ----
 
@@ -127,21 +146,20 @@ class Recorder:
     ) -> None:
         """A step is complete on this rank: row, snapshot and what is due; member.step counts it."""
         now_s, step = time.time(), member.step
-        self._rows.append(
-            {
-                "step": step,
-                "loss": loss,
-                "at_s": round(now_s, 4),
-                "epoch": ledger.epoch,
-                "lo": ledger.lo,
-                "hi": ledger.hi,
-                "samples": ledger.hi - ledger.lo,
-                "digest": ledger.digest,
-                "world": member.world,
-                "generation": member.generation,
-                **logged,
-            }
-        )
+        row = {
+            "step": step,
+            "loss": loss,
+            "at_s": round(now_s, 4),
+            "epoch": ledger.epoch,
+            "lo": ledger.lo,
+            "hi": ledger.hi,
+            "samples": ledger.hi - ledger.lo,
+            "digest": ledger.digest,
+            "world": member.world,
+            "generation": member.generation,
+            **logged,
+        }
+        self._rows.append(_Row.of(row))
         self.phase("snapshot", step)
         self._save(member, cursor, step, last=final or stopping)
         self._ship(now_s, force=final or stopping)
@@ -155,7 +173,7 @@ class Recorder:
         if not to_disk and not _due(step, due.memory_every_steps):
             return
         tensors, skeleton = flatten(self._objects)
-        extras = self.extras(member, cursor, skeleton)
+        extras = self._extras_text(member, cursor, skeleton)
         drill, rank = self.drill, member.rank
         taken = self._snapshotter.take(
             step=step,
@@ -191,11 +209,24 @@ class Recorder:
                 ),
             )
 
-    def extras(
-        self, member: Any, cursor: Mapping[str, Any], skeleton: Any, rows: int = ROWS_IN_EXTRAS
-    ) -> dict[str, Any]:
-        """The JSON beside a snapshot, and with a broadcast: all that is not a tensor."""
-        newest = list(self._rows)[-rows:]
+    def extras(self, member: Any, cursor: Mapping[str, Any], skeleton: Any) -> dict[str, Any]:
+        """The JSON beside a snapshot, and with a broadcast: all that is not a tensor.
+
+        Its rows are those that may not be in the run directory yet.
+        """
+        rows = [row.fields for row in self._newest_rows()]
+        return {**self._extras_head(member, cursor), "objects": skeleton, "rows": rows}
+
+    def _extras_text(self, member: Any, cursor: Mapping[str, Any], skeleton: Any) -> bytes:
+        """`extras` as JSON, out of rows that were encoded before."""
+        head = json.dumps({**self._extras_head(member, cursor), "objects": skeleton}).encode()
+        rows = b",".join(row.text for row in self._newest_rows())
+        return b'%b,"rows":[%b]}' % (head[:-1], rows)
+
+    def _newest_rows(self) -> list[_Row]:
+        return list(self._rows)[-ROWS_IN_EXTRAS:]
+
+    def _extras_head(self, member: Any, cursor: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "v": 1,
             "step": member.step,
@@ -203,8 +234,6 @@ class Recorder:
             "rank": member.rank,
             "world": member.world,
             "cursor": dict(cursor),
-            "objects": skeleton,
-            "rows": newest,
             "ids": {
                 "config": self._config.config_sha,
                 "code": self._config.code_sha,
@@ -215,8 +244,8 @@ class Recorder:
 
     def adopt_rows(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Take the rows that came with a state of boundary `step`; later ones are forgotten."""
-        merged = {row["step"]: dict(row) for row in rows}
-        merged.update({row["step"]: row for row in self._rows})
+        merged = {int(row["step"]): _Row.of(dict(row)) for row in rows}
+        merged.update({row.step: row for row in self._rows})
         self._rows = deque((merged[s] for s in sorted(merged) if s <= step), maxlen=ROWS_KEPT)
 
     def _ship(self, now_s: float, *, force: bool) -> None:
@@ -224,17 +253,39 @@ class Recorder:
         if not force and now_s - self._shipped_at_s < SHIP_EVERY_S:
             return
         self._shipped_at_s = now_s
+        self._forget_written(now_s)
+        batch = self._batch(self._shipped_step)
+        ref = self.manager.send("rows", batch)
+        if ref is not None and batch.rows:
+            self._shipped_step = batch.rows[-1]["step"]
+        if self._asked is None:
+            self._asked = ref
+
+    def _batch(self, after: int) -> RowBatch:
         rank, generation = self._place
-        fresh = tuple(r for r in self._rows if r["step"] > self._shipped_step) if rank == 0 else ()
-        batch = RowBatch(
+        fresh = tuple(r.fields for r in self._rows if r.step > after) if rank == 0 else ()
+        return RowBatch(
             generation=generation,
             rank=rank,
             rows=fresh,
             worker_id=self._worker_id,
             memory_step=self._memory_step,
         )
-        if self.manager.send("rows", batch) is not None and fresh:
-            self._shipped_step = fresh[-1]["step"]
+
+    def _forget_written(self, now_s: float) -> None:
+        """Drop the rows that are in the run directory; send those again that do not get there."""
+        if self._asked is not None:
+            over, written = self.manager.answered(self._asked)
+            if over:
+                self._asked = None
+                while self._rows and written is not None and self._rows[0].step <= written:
+                    self._rows.popleft()
+        oldest = self._rows[0].step if self._rows else 0
+        if oldest != self._oldest[0]:
+            self._oldest = (oldest, now_s)
+        elif self._rows and now_s - self._oldest[1] > RESEND_S:
+            self._shipped_step = min(self._shipped_step, oldest - 1)
+            self._oldest = (oldest, now_s)
 
     # ---- rare ----
 
@@ -252,8 +303,10 @@ class Recorder:
             self.store.put_file(key, os.fspath(content))
 
     def finish(self, member: Any, value: Any, *, stopped: bool) -> None:
-        """The loop is over on this rank. Blocks until the manager knows."""
-        self._ship(time.time(), force=True)
+        """The loop is over on this rank. Blocks until the manager knows, and has the rows."""
+        deadline_s = time.monotonic() + FINISH_S
+        while self.manager.call("rows", self._batch(0)) < 0 and time.monotonic() < deadline_s:
+            time.sleep(0.2)  # a manager that was re-created waits for its supervisor
         self.phase("done", member.step)
         rank = member.rank if member.entered else -1
         self.manager.call("finished", self._worker_id, rank, dump_value(value), stopped)

@@ -1,0 +1,160 @@
+"""Metric rows at a rank: with every snapshot until they are written, and sent until they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from relit_platform.facts import RowBatch
+from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
+from relit_platform.node.slots import Slot, create_slot
+from relit_platform.run_config import CheckpointConfig, RunConfig
+from relit_platform.worker import recorder as recorder_module
+from relit_platform.worker.recorder import Recorder
+from relit_storage.data.ledger import LedgerRow
+from relit_storage.stores.memory import MemoryStore
+
+
+class Link:
+    """Agent and manager: gives slots, keeps batches, answers `rows` with `written`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.batches: list[RowBatch] = []
+        self.written: int | None = 0
+        self.slots: list[str] = []
+
+    def call(self, method: str, *args: Any, **_: Any) -> Any:
+        if method == "open_slots":
+            _, count, image_bytes, extras = args
+            self.slots = [str(self.folder / f"{i}.slot") for i in range(count)]
+            for path in self.slots:
+                create_slot(path, image_bytes, extras)
+            return self.slots
+        return self.send(method, *args)
+
+    def send(self, method: str, *args: Any) -> Any:
+        if method == "rows":
+            self.batches.append(args[0])
+        return self.written
+
+    def answered(self, ref: Any) -> tuple[bool, Any]:
+        return True, ref
+
+    def sent(self) -> list[list[int]]:
+        return [[row["step"] for row in batch.rows] for batch in self.batches]
+
+
+class Bench:
+    """A recorder of rank 0 whose clock stands still."""
+
+    def __init__(self, folder: Path) -> None:
+        HeartbeatPage.create(str(folder / "beat"), 1).close()
+        ControlPage.create(str(folder / "control")).close()
+        self.link = Link(folder)
+        self.member = SimpleNamespace(rank=0, world=1, generation=1, step=0, entered=True)
+        self.recorder = Recorder(
+            config=RunConfig(
+                run_id="r",
+                name="r",
+                experiment="e",
+                store="memory://x",
+                run_key="r",
+                entry="",
+                code_key="",
+                code_sha="",
+                checkpoint=CheckpointConfig(disk_every_steps=0),
+            ),
+            worker_id="w",
+            store=MemoryStore(),
+            agent=self.link,  # type: ignore[arg-type]
+            manager=self.link,  # type: ignore[arg-type]
+            heartbeat_path=str(folder / "beat"),
+            control_path=str(folder / "control"),
+        )
+        self.recorder.place(0, 1, 0)
+        self.recorder.bind({"weights": (lambda: {"w": torch.ones(3)}, lambda state: None)})
+
+    def complete(self, steps: int = 1) -> Bench:
+        for _ in range(steps):
+            step, self.member.step = self.member.step, self.member.step + 1
+            row = LedgerRow(
+                step=step, epoch=0, lo=step, hi=step + 1, world=1, generation=1, digest="d"
+            )
+            self.recorder.completed(
+                member=self.member,
+                ledger=row,
+                loss=0.5,
+                logged={},
+                cursor={"step": step},
+                final=False,
+                stopping=False,
+            )
+        return self
+
+    def extras(self) -> Any:
+        """What lies beside the newest snapshot."""
+        slots = [Slot.open(path) for path in self.link.slots]
+        newest = max(slots, key=lambda slot: slot.info().step)
+        return json.loads(newest.read_extras())
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(recorder_module, "SHIP_EVERY_S", 0.0)  # at every step
+    bench = Bench(tmp_path)
+    yield bench
+    bench.recorder.close()
+
+
+def test_a_snapshot_holds_the_rows_that_are_not_written(bench: Bench) -> None:
+    bench.complete(3)
+    assert [row["step"] for row in bench.extras()["rows"]] == [1, 2, 3]
+    bench.link.written = 2
+    bench.complete(3)  # asked with the first, heard with the second, in the snapshot of the third
+    assert [row["step"] for row in bench.extras()["rows"]] == [3, 4, 5, 6]
+    assert bench.link.sent() == [[1], [2], [3], [4], [5], [6]]
+
+
+def test_the_text_beside_a_snapshot_is_what_a_broadcast_sends(bench: Bench) -> None:
+    bench.complete(2)
+    saved = bench.extras()
+    assert saved == bench.recorder.extras(bench.member, {"step": 1}, saved["objects"])
+
+
+@pytest.mark.parametrize("answer", [-1, None], ids=["unknown", "failed"])
+def test_without_a_usable_answer_every_row_is_kept(bench: Bench, answer: int | None) -> None:
+    bench.link.written = answer
+    bench.complete(4)
+    assert [row["step"] for row in bench.extras()["rows"]] == [1, 2, 3, 4]
+
+
+def test_rows_that_do_not_get_written_are_sent_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "RESEND_S", -1.0)
+    bench.complete(3)
+    assert bench.link.sent() == [[1], [1, 2], [1, 2, 3]]
+
+
+def test_a_finished_rank_hands_over_every_row_that_is_not_written(bench: Bench) -> None:
+    bench.complete(3)
+    bench.recorder.finish(bench.member, None, stopped=False)
+    assert bench.link.sent()[-1] == [1, 2, 3]
+
+
+def test_rows_of_a_restored_state_end_with_it(bench: Bench) -> None:
+    bench.complete(2)
+    bench.recorder.adopt_rows([{"step": step} for step in (1, 2, 3, 4)], step=3)
+    extras = bench.recorder.extras(bench.member, {}, {})
+    assert [(row["step"], "loss" in row) for row in extras["rows"]] == [
+        (1, True),
+        (2, True),
+        (3, False),
+    ]
