@@ -26,7 +26,7 @@ from relit_platform.control.generation_desk import GenerationDesk
 from relit_platform.control.journal import Journal
 from relit_platform.control.planning import Answer, Planner
 from relit_platform.control.ports import AgentError, AgentPort, BackgroundPort, ObjectPort
-from relit_platform.control.rebuild import Found, checkpoints, gather
+from relit_platform.control.rebuild import Found, Patience, checkpoints, gather
 from relit_platform.control.status import make_status
 from relit_platform.errors import PlatformError
 from relit_platform.facts import (
@@ -82,7 +82,7 @@ class Coordinator:
         self._objects = objects
         self._background = background
         self._clock = clock
-        self._sleep = sleep
+        self._patience = Patience(clock, sleep)
         self._changed = threading.Condition()  # re-entrant: background work may come back at once
         self._epoch_lock = threading.Lock()
         self._blocked = 0
@@ -132,7 +132,7 @@ class Coordinator:
                 if epoch <= state.epoch:
                     return state.newest
                 newest = max(state.newest, history.generation)
-            found = gather(self._agents, self._objects, epoch, newest, self._sleep)
+            found = gather(self._agents, self._objects, epoch, newest, self._patience)
             with self._changed:
                 self._members.begin_epoch(epoch, found, history)
                 self._saves.begin_epoch(epoch, self._members.state.lineage)
@@ -224,17 +224,22 @@ class Coordinator:
             self._journal.take_rows(batch, state.newest, state.lineage)
             return self._journal.written_row_step if state.epoch else -1
 
-    def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
-        """A worker's function has returned. rank -1: it never had a place."""
+    def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> bool:
+        """A worker's function has returned. rank -1: it never had a place.
+
+        False: a manager that was re-created does not know its epoch yet; tell it again.
+        """
         with self._changed:
             state = self._members.state
+            if not state.epoch:
+                return False
             held = state.rank_of(worker_id)
             if held is None and rank not in state.holders:
                 held = rank  # a re-created manager that meets this member for the first time
             if held is None or held < 0 or held in self._journal.values:
-                return
+                return True
             if self._journal.verdict.code:
-                return
+                return True
             self._journal.note_finished(held, value_json, stopped)
             data = {
                 "epoch": state.epoch,
@@ -245,6 +250,7 @@ class Coordinator:
             }
             self._members.say("rank.finished", data)
             self._feed(MemberFinished(worker_id=worker_id, rank=rank))
+            return True
 
     def user_error(
         self,
@@ -295,6 +301,8 @@ class Coordinator:
                         self._saves.data_id = str(fact.data.get("data") or "")
                     elif fact.kind == "agent.started":
                         self._saves.agent_started()
+                        node = str(fact.data.get("node_id"))
+                        self._background.submit(partial(self._meet_agent, node))
                     self._journal.outbox.add(fact)
             case _:
                 raise TypeError(f"no fact: {type(fact).__name__}")
@@ -408,7 +416,20 @@ class Coordinator:
             }
             level = "info" if done or rank is None else "warning"
             self._members.say("worker.exited", self._members.with_marks(data), level)
+            if self._members.state.epoch:
+                self._members.learn(fact.generation)
             self._feed(WorkerGone(worker_id=fact.worker_id))
+
+    def _meet_agent(self, node: str) -> None:
+        """An agent came (back): its disk may hold steps that nobody has told this manager."""
+        try:
+            inventory = self._agents.inventory(node)
+        except (AgentError, PlatformError):
+            return  # it says so again when it is back
+        with self._changed:
+            if self._members.state.epoch:
+                self._members.learn(inventory.fence)
+                self._adopt(Found(inventories=[inventory]))
 
     def _set_stop(self) -> None:
         try:

@@ -25,6 +25,7 @@ from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.prefixed import PrefixedStore
 
+FINISHED_WAIT_S = 20.0  # less than the caller waits; it asks again
 CONCURRENCY = 64  # 48 of them may be blocked in joins; see Coordinator
 
 
@@ -78,8 +79,12 @@ class CheckpointManager:
         return self._coordinator.rows(batch)
 
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
-        """See Coordinator.finished."""
-        self._coordinator.finished(worker_id, rank, value_json, stopped)
+        """See Coordinator.finished. Waits for the epoch to be known; TimeoutError if it is not."""
+        deadline_s = time.monotonic() + FINISHED_WAIT_S
+        while not self._coordinator.finished(worker_id, rank, value_json, stopped):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("no supervisor has told the manager its epoch")
+            time.sleep(0.05)
 
     def user_error(
         self,

@@ -5,9 +5,9 @@ Called by the coordinator in the thread of `start_epoch`, never under its lock.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from relit_platform.control.ports import AgentError, AgentPort, ObjectPort
@@ -18,11 +18,36 @@ from relit_platform.machines.restore import ObjectCommit
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.errors import ManifestError, StoreError
 
-TRIES = 3
-PAUSE_S = 0.5
+PATIENCE_S = 15.0  # an agent that was killed is back by then
+PAUSE_S = 0.25
 
 T = TypeVar("T")
-Sleep = Callable[[float], None]
+
+
+class Patience:
+    """Asks again what does not answer, until it has been silent for PATIENCE_S.
+
+    Since when is remembered over calls, so that a caller that was cut short may begin again.
+    """
+
+    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._silent_since_s: dict[str, float] = {}
+
+    def ask(self, what: str, call: Callable[[], T]) -> T:
+        """The answer; the last AgentError or StoreError when patience is over."""
+        while True:
+            try:
+                answer = call()
+            except (AgentError, StoreError):
+                now = self._clock()
+                if now - self._silent_since_s.setdefault(what, now) >= PATIENCE_S:
+                    raise
+                self._sleep(PAUSE_S)
+            else:
+                self._silent_since_s.pop(what, None)
+                return answer
 
 
 @dataclass(slots=True)
@@ -42,32 +67,29 @@ class Found:
 
 
 def gather(
-    agents: AgentPort,
-    objects: ObjectPort,
-    epoch: int,
-    generation: int,
-    sleep: Sleep = time.sleep,
+    agents: AgentPort, objects: ObjectPort, epoch: int, generation: int, patience: Patience
 ) -> Found:
     """Fence older epochs off and collect what is there. Blocks; what stays silent is named.
 
-    Raises FencedError if a newer epoch has taken over, at an agent or in the log, and AgentError
-    if the agents cannot even be listed.
+    An agent that is being re-created is waited for: without its heartbeats the members that run
+    would look dead, and spares would take their places. Raises FencedError if a newer epoch has
+    taken over, at an agent or in the log, and AgentError if the agents cannot even be listed.
     """
     found = Found(generation=generation)
     try:
-        logged = _patient(lambda: objects.open_epoch(epoch), sleep)
+        logged = patience.ask("object tier", lambda: objects.open_epoch(epoch))
         found.generation = max(found.generation, logged)
-        found.commits = _patient(objects.commits, sleep)
+        found.commits = patience.ask("object tier", objects.commits)
     except StoreError as error:
         found.silent["object tier"] = str(error)
-    nodes = _patient(agents.nodes, sleep)
-    first = _each(nodes, agents.inventory, found, sleep)
+    nodes = patience.ask("agents", agents.nodes)
+    first = _each(nodes, agents.inventory, found, patience)
     found.generation = max([found.generation, *(i.fence for i in first.values())])
-    _each(first, lambda node: agents.seal(node, epoch, found.generation), found, sleep)
-    beats = _each(first, agents.heartbeats, found, sleep)
+    _each(first, lambda node: agents.seal(node, epoch, found.generation), found, patience)
+    beats = _each(first, agents.heartbeats, found, patience)
     _note_holders(found, beats)
     # Again after the seal: a persist that was under way has ended or is refused by now.
-    found.inventories = list(_each(first, agents.inventory, found, sleep).values())
+    found.inventories = list(_each(first, agents.inventory, found, patience).values())
     return found
 
 
@@ -127,24 +149,15 @@ def _each(
     nodes: Sequence[str] | Mapping[str, object],
     call: Callable[[str], T],
     found: Found,
-    sleep: Sleep,
+    patience: Patience,
 ) -> dict[str, T]:
     answers: dict[str, T] = {}
     for node in nodes:
         try:
-            answers[node] = _patient(lambda node=node: call(node), sleep)  # type: ignore[misc]
+            answers[node] = patience.ask(f"agent {node}", partial(call, node))
         except (AgentError, PlatformError) as error:
             found.silent[f"agent {node}"] = str(error)
     return answers
-
-
-def _patient(call: Callable[[], T], sleep: Sleep) -> T:
-    for _ in range(TRIES - 1):
-        try:
-            return call()
-        except (AgentError, StoreError):
-            sleep(PAUSE_S)
-    return call()
 
 
 def _reads(raw: bytes) -> bool:

@@ -211,6 +211,10 @@ def _generation_formed(book: CheckpointBook, event: GenerationFormed) -> Outcome
 
 def _adopted(book: CheckpointBook, found: Checkpoint, now: float) -> Outcome:
     known = book.steps.get(found.key)
+    if known is not None and known.phase in TERMINAL:
+        left = found.nodes if found.on_disk or found.shards else ()
+        late = _discard(known.key, "disk", left, "found after it was given up")
+        return book, [late] if left else []
     if known is not None:
         merged = replace(
             known,
