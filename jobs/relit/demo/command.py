@@ -28,17 +28,19 @@ def demo(
     """
     from rich.console import Console
 
-    from relit.demo.holding import hold_cluster
+    from relit.cluster import local_cluster
+    from relit.demo.holding import end_cluster, hold_cluster
     from relit.demo.story import DemoOptions, run_demo
 
     console = Console(stderr=as_json)
-    options = DemoOptions(
-        steps=steps, workers=workers, faults=not no_faults, store=store, keep=keep
-    )
+    options = DemoOptions(steps=steps, workers=workers, faults=not no_faults, store=store)
+    found = local_cluster() is not None
     report = run_demo(options, console)
     report.print_to(console)
     if as_json:
         click.echo(json.dumps(report.to_json()))
     if keep:
         hold_cluster(console)
+    elif not found:
+        end_cluster(console)
     sys.exit(report.exit_code)

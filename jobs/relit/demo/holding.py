@@ -1,4 +1,4 @@
-"""`relit demo --keep`: hold the local Ray cluster open, so that its dashboard can be looked at."""
+"""What becomes of the local Ray cluster after the demo: ended, or held open for a look at it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 from rich.console import Console
 
-from relit.cluster import local_cluster, touch_path
+from relit.cluster import end_if_unused, local_cluster, touch_path
 
 HOLD_S = 8 * 3600.0
 TOUCH_EVERY_S = 15.0  # well within relit.keeper.IDLE_S
@@ -25,3 +25,9 @@ def hold_cluster(console: Console) -> None:
             time.sleep(TOUCH_EVERY_S)
     except KeyboardInterrupt:
         console.print("The cluster ends by itself when nothing runs on it")
+
+
+def end_cluster(console: Console) -> None:
+    """End the local cluster that the demo has started, unless something else runs on it now."""
+    if end_if_unused():
+        console.print("The local Ray cluster has ended; no process is left.", style="dim")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 import relit
-from relit.cluster import end_if_unused, local_cluster
+from relit.cluster import local_cluster
 from relit.demo import twin
 from relit.demo.compare import compare, losses_of
 from relit.demo.data import DemoData, prepare
@@ -35,22 +35,10 @@ class DemoOptions:
     workers: int = 2
     faults: bool = True
     store: str | None = None
-    keep: bool = False
 
 
 def run_demo(options: DemoOptions, console: Console) -> DemoReport:
-    """Do all of it on a local cluster. Blocks for minutes; Ctrl-C stops the run and reports.
-
-    A local cluster that was not there before is ended afterwards, unless `keep` or in use.
-    """
-    ours = local_cluster() is None and not options.keep
-    report = _play(options, console)
-    if ours and end_if_unused():
-        console.print(Text("The local Ray cluster has ended; nothing is left running.", "dim"))
-    return report
-
-
-def _play(options: DemoOptions, console: Console) -> DemoReport:
+    """Do all of it on a local cluster. Blocks for minutes; Ctrl-C stops the run and reports."""
     started_s = time.monotonic()
     home = Path(HOME).expanduser()
     data = prepare(home / "data", lambda text: console.print(Text(text)))
