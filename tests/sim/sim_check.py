@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from sim_group import SimGroup
     from sim_rank import SimRank
     from sim_run import SimRun
+
+
+@functools.cache
+def parsed(raw: bytes) -> Manifest:
+    """The manifest of these bytes; the same few are looked at again and again."""
+    return Manifest.from_bytes(raw)
 
 
 class Check:
@@ -69,7 +76,7 @@ class Check:
         """Invariants 1, 2 and 3 over what lies on disk and in the object tier now."""
         for node in self._run.nodes:
             for (step, generation), raw in node.manifests.items():
-                for entry in Manifest.from_bytes(raw).shards:
+                for entry in parsed(raw).shards:
                     place = (step, generation, entry.rank)
                     assert place in node.disk, f"manifest of {place} without its shard"
                     found = checksum(node.disk[place][0])
@@ -84,7 +91,7 @@ class Check:
         steps = [r.step for r in view.commits]
         assert len(steps) == len(set(steps)), "two commits of one step"
         for record in view.commits:
-            manifest = Manifest.from_bytes(store.get(record.manifest_key))
+            manifest = parsed(store.get(record.manifest_key))
             for entry in manifest.shards:
                 place = ("object", entry.file)
                 found = store.get(entry.file).decode()

@@ -110,6 +110,8 @@ class SimSupervisor:
             self._run.manager.call("start_epoch", self.epoch, self._history())
         self._unwritten += [*drained.facts, *drained.rows]
         self._after = drained.next
+        if drained.status["epoch"] != self.epoch:
+            return  # what it says is about another life of the workers
         self.verdict = drained.status["verdict"]
         if self.verdict or drained.status["finished"]:
             self._last_words()

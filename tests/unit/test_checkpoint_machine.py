@@ -208,6 +208,16 @@ def test_adopted_steps_go_on_where_they_were() -> None:
     assert game.feed(Adopted(checkpoint=replace(there, on_object=True))).phase(40) == "durable"
 
 
+def test_adopting_what_is_known_already() -> None:
+    whole = {s.rank: s for s in shards(5)}
+    there = Checkpoint(step=5, generation=1, world=2, shards=whole, on_disk=True)
+    assert Game().feed(shard(5), Adopted(checkpoint=there)).phase(5) == "committed"
+    game = Game().feed(*shards(5), Adopted(checkpoint=there))
+    assert game.phase(5) == "persisted", "its own publication answers in a moment"
+    game = Game().feed(shard(5), failed(5, "disk"), Adopted(checkpoint=there))
+    assert game.phase(5) == "abandoned" and game.of(Discard), "a deletion that was lost"
+
+
 def test_the_book_stays_bounded() -> None:
     game = Game(replace(LIMITS, object_every_steps=0, max_remembered=10))
     for step in range(1, 60):

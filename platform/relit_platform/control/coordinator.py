@@ -416,8 +416,7 @@ class Coordinator:
             }
             level = "info" if done or rank is None else "warning"
             self._members.say("worker.exited", self._members.with_marks(data), level)
-            if self._members.state.epoch:
-                self._members.learn(fact.generation)
+            self._members.learn(fact.generation)
             self._feed(WorkerGone(worker_id=fact.worker_id))
 
     def _meet_agent(self, node: str) -> None:

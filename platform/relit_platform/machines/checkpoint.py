@@ -216,26 +216,30 @@ def _adopted(book: CheckpointBook, found: Checkpoint, now: float) -> Outcome:
         late = _discard(known.key, "disk", left, "found after it was given up")
         return book, [late] if left else []
     if known is not None:
-        merged = replace(
-            known,
-            shards={**found.shards, **known.shards},
-            on_disk=known.on_disk or found.on_disk,
-            on_object=known.on_object or found.on_object,
-        )
-        if merged.on_object:
-            merged = replace(merged, phase=DURABLE, wants_object=False)
-        return _put(book, merged), []
-    if not book.lineage.on_line(found.generation, found.step):
+        found = _merged(known, found)
+        if found.phase is not OPEN and not found.on_object:
+            return _put(book, found), []  # it is on its way already
+    elif not book.lineage.on_line(found.generation, found.step):
         return _ignore(book, "off the line"), []
+    wants = found.wants_object or _object_due(book, found.step)
     found = replace(found, since_s=now)
     if found.on_object:
-        found = replace(found, phase=DURABLE)
-    elif found.on_disk:
-        found = replace(found, phase=COMMITTED, wants_object=_object_due(book, found.step))
-    elif set(found.shards) == set(range(found.world)):
-        found = replace(found, phase=PERSISTED, wants_object=_object_due(book, found.step))
+        return _put(book, replace(found, phase=DURABLE, wants_object=False)), []
+    if found.on_disk:
+        return _put(book, replace(found, phase=COMMITTED, wants_object=wants)), []
+    if set(found.shards) == set(range(found.world)):
+        found = replace(found, phase=PERSISTED, wants_object=wants)
         return _put(book, found), [Publish(checkpoint=found)]
     return _put(book, found), []
+
+
+def _merged(known: Checkpoint, found: Checkpoint) -> Checkpoint:
+    return replace(
+        known,
+        shards={**found.shards, **known.shards},
+        on_disk=known.on_disk or found.on_disk,
+        on_object=known.on_object or found.on_object,
+    )
 
 
 def _deadline(book: CheckpointBook, now: float) -> Outcome:
