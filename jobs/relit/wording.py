@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MAX_DATA = 240
-_FOR_MACHINES = frozenset({"node_id", "completed_step"})
+_FOR_MACHINES = frozenset({"node_id", "completed_step", "value_json"})
 
 
 def event_line(event: Mapping[str, Any]) -> str:
