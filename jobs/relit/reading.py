@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relit.run_state import RunFiles, derive_state
+from relit.run_state import LOST, RunFiles, derive_state
 from relit_platform.run_config import RunConfig
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.errors import ObjectMissingError
@@ -76,6 +76,8 @@ class RunReader:
         status = self.json(layout.STATUS) or {}
         files = RunFiles(result=result, status=status) if result else self._files(status)
         state, reason = derive_state(files, self.run_id, self._clock())
+        if state == LOST and (result := self.result()):  # written since the first look
+            state, reason = derive_state(RunFiles(result=result), self.run_id, self._clock())
         merged = {**status, **_settled(result)}
         return {**merged, "run_id": self.run_id, "state": state, "reason": reason}
 
@@ -86,7 +88,8 @@ class RunReader:
         if lease is not None:
             until_s = 0.0 if lease.released else lease.expires_at_s
         attempt = self.json(attempts[-1]) if attempts else None
-        return RunFiles(status=status, attempt=attempt, lease_until_s=until_s)
+        epoch = lease.epoch if lease else 0
+        return RunFiles(status=status, attempt=attempt, lease_until_s=until_s, epoch=epoch)
 
     def events(self, since: int = 0) -> list[Json]:
         """Events with a sequence number above `since`, in order."""

@@ -1,7 +1,8 @@
 """What state a run is in, judged from its files alone.
 
     result.json there                          its state: SUCCEEDED, FAILED, STOPPED
-    lease in force                             the state in status.json, PENDING before the first
+    lease in force                             the state in status.json, PENDING before the first,
+                                               STOPPING between the last one and result.json
     a job was submitted a moment ago           PENDING
     otherwise                                  LOST, with the way to go on
 
@@ -18,19 +19,22 @@ from typing import Any
 
 from relit_storage.run.lease import MARGIN_S
 
-PENDING, LOST = "PENDING", "LOST"
+PENDING, FINISHING, LOST = "PENDING", "STOPPING", "LOST"
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 START_GRACE_S = 180.0  # from the submit of a job to the supervisor's lease: cluster start, queueing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The small files that decide. lease_until_s is None without a lease, 0 once released."""
+    """The small files that decide. lease_until_s is None without a lease, 0 once released; epoch
+    is the lease's.
+    """
 
     result: Mapping[str, Any] | None = None
     status: Mapping[str, Any] | None = None
     attempt: Mapping[str, Any] | None = None
     lease_until_s: float | None = None
+    epoch: int = 0
 
 
 def derive_state(files: RunFiles, run_id: str, now: float) -> tuple[str, str]:
@@ -48,10 +52,11 @@ def derive_state(files: RunFiles, run_id: str, now: float) -> tuple[str, str]:
 def _live_state(files: RunFiles) -> tuple[str, str]:
     status = files.status or {}
     state = str(status.get("state") or PENDING)
-    # After a resume the old status stays until the new supervisor writes its first one; with a
-    # lease in force and no result.json, a terminal state can only be such a left-over.
-    if state in TERMINAL:
+    if state in TERMINAL and int(status.get("epoch") or 0) < files.epoch:
+        # After a resume the old status stays until the new supervisor writes its first one.
         return PENDING, "its supervisor has just started"
+    if state in TERMINAL:
+        return FINISHING, "its result is being written"
     return state, str(status.get("reason") or "")
 
 

@@ -24,12 +24,14 @@ LIVE = NOW + 10
 GONE = NOW - 500
 JUST = {"at_s": NOW - 1}
 OLD = {"at_s": NOW - START_GRACE_S - 1}
+ENDED = {"state": "STOPPED", "epoch": 1}
 
 STATES: list[tuple[str, RunFiles, str]] = [
     ("result wins", RunFiles(result={"state": "FAILED"}, lease_until_s=LIVE), "FAILED"),
     ("live", RunFiles(status={"state": "RUNNING"}, lease_until_s=LIVE), "RUNNING"),
     ("live, no status yet", RunFiles(lease_until_s=LIVE), "PENDING"),
-    ("old status", RunFiles(status={"state": "STOPPED"}, lease_until_s=LIVE), "PENDING"),
+    ("old status", RunFiles(status=ENDED, epoch=2, lease_until_s=LIVE), "PENDING"),
+    ("result is due", RunFiles(status=ENDED, epoch=1, lease_until_s=LIVE), "STOPPING"),
     ("within the margin", RunFiles(status={"state": "RUNNING"}, lease_until_s=NOW - 1), "RUNNING"),
     ("just submitted", RunFiles(attempt=JUST), "PENDING"),
     ("just resumed", RunFiles(attempt=JUST, lease_until_s=0.0), "PENDING"),
@@ -149,3 +151,14 @@ def test_state_and_commit_lines() -> None:
     assert state_line(status) == "r RUNNING at step 5/9, loss 1.5000"
     assert committed_line({"committed": {"disk": 4, "memory": 5}}) == "memory 5, disk 4"
     assert committed_line({"committed": {"disk": None}}) == "none yet"
+
+
+def test_a_result_that_came_while_we_looked_is_no_loss(
+    job: JobHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Driver(job.reader.store, job.id, time.time() - 500).result(time.time(), state="SUCCEEDED")
+    looks = [None]
+    read = job.reader.result
+    monkeypatch.setattr(job.reader, "result", lambda: looks.pop() if looks else read())
+    monkeypatch.setattr(job.reader, "_clock", lambda: time.time() + START_GRACE_S + 1)
+    assert job.status()["state"] == "SUCCEEDED"
