@@ -18,7 +18,7 @@ gets that far. Called by each rank's own thread, once per step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,12 +82,27 @@ def trainable_parameters(objects: Mapping[str, Any]) -> list[torch.nn.Parameter]
 
 def _forward_mutable(objects: Mapping[str, Any]) -> list[torch.Tensor]:
     owned = {id(p) for group in _param_groups(objects.values()) for p in group["params"]}
-    found: list[torch.Tensor] = []
+    found: dict[int, torch.Tensor] = {}  # a tensor that two modules share counts once
     for obj in objects.values():
         if isinstance(obj, torch.nn.Module):
-            found.extend(b for b in obj.buffers() if b is not None)
-            found.extend(p.detach() for p in obj.parameters() if id(p) not in owned)
-    return found
+            for module in _submodules(obj):
+                found.update((id(b), b) for b in module._buffers.values() if b is not None)
+                for p in module._parameters.values():
+                    if p is not None and id(p) not in owned:
+                        found[id(p)] = p.detach()
+    return list(found.values())
+
+
+def _submodules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """As root.modules(), in another order and a few times faster: this is done at each step."""
+    seen: set[torch.nn.Module] = set()
+    todo: list[torch.nn.Module | None] = [root]
+    while todo:
+        module = todo.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            yield module
+            todo.extend(module._modules.values())
 
 
 def _param_groups(objects: Iterable[Any]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from relit_platform.run_config import RunConfig
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.manager_client import ActorLink
 from relit_platform.worker.snapshot import Snapshotter
-from relit_platform.worker.state_tree import flatten
+from relit_platform.worker.state_memo import StateMemo
 from relit_storage.data.ledger import LedgerRow
 from relit_storage.stores.protocol import ObjectStore
 
@@ -78,6 +78,7 @@ class Recorder:
             release_slots=lambda paths: self._agent.send("release_slots", worker_id, paths),
         )
         self._objects: Mapping[str, Any] = {}
+        self._memo = StateMemo()
         self._rows: deque[_Row] = deque(maxlen=ROWS_KEPT)
         self._shipped_step = 0
         self._shipped_at_s = 0.0
@@ -172,7 +173,7 @@ class Recorder:
         to_disk = last or _due(step, due.disk_every_steps)
         if not to_disk and not _due(step, due.memory_every_steps):
             return
-        tensors, skeleton = flatten(self._objects)
+        tensors, skeleton = self._memo.flatten(self._objects)
         extras = self._extras_text(member, cursor, skeleton)
         drill, rank = self.drill, member.rank
         taken = self._snapshotter.take(
@@ -217,11 +218,11 @@ class Recorder:
         rows = [row.fields for row in self._newest_rows()]
         return {**self._extras_head(member, cursor), "objects": skeleton, "rows": rows}
 
-    def _extras_text(self, member: Any, cursor: Mapping[str, Any], skeleton: Any) -> bytes:
-        """`extras` as JSON, out of rows that were encoded before."""
-        head = json.dumps({**self._extras_head(member, cursor), "objects": skeleton}).encode()
+    def _extras_text(self, member: Any, cursor: Mapping[str, Any], skeleton: bytes) -> bytes:
+        """`extras` as JSON, out of parts that are JSON already."""
+        head = json.dumps(self._extras_head(member, cursor)).encode()
         rows = b",".join(row.text for row in self._newest_rows())
-        return b'%b,"rows":[%b]}' % (head[:-1], rows)
+        return b'%b,"objects":%b,"rows":[%b]}' % (head[:-1], skeleton, rows)
 
     def _newest_rows(self) -> list[_Row]:
         return list(self._rows)[-ROWS_IN_EXTRAS:]

@@ -48,6 +48,7 @@ class _Stage:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
+        self.step = _complete_step(slot)  # -1: nothing whole in it
         self._layout: ImageLayout | None = None
         self.targets: list[Tensor] = []
 
@@ -96,6 +97,7 @@ class Snapshotter:
         self._geometry = (-1, 0)  # image bytes, extras capacity of self._stages
         self._signature: tuple[int, int, Signature] | None = None
         self._layout: ImageLayout | None = None
+        self._planned: Mapping[str, Tensor] | None = None
         self._retry_at_s = 0.0
 
     def take(
@@ -112,7 +114,8 @@ class Snapshotter:
         """Copy this rank's share of `tensors` and its extras into a slot; blocks for the copy.
 
         tensors and extras are what `flatten` gave at this boundary, the same names on every
-        rank. extras may be JSON bytes already. before_commit is called when all is copied and
+        rank; the same mapping as last time holds tensors of the same shapes. extras may be JSON
+        bytes already. before_commit is called when all is copied and
         nothing counts yet (drills). A skipped snapshot is reported, never raised.
         """
         began_s = time.perf_counter()
@@ -125,6 +128,7 @@ class Snapshotter:
             reason = problem or "no free slot: earlier snapshots are still being persisted"
             return SnapshotResult(num_bytes=0, seconds=seconds, path=None, reason=reason)
         slot = stage.slot
+        stage.step = -1
         slot.begin(generation, step, rank, world)
         stage.lay_out(layout)
         sources = [tensors[spec.name] for spec in layout.specs if spec.num_bytes]
@@ -135,6 +139,7 @@ class Snapshotter:
         if before_commit is not None:
             before_commit()
         slot.commit()
+        stage.step = step
         self._newest = stage
         self._release_retired()
         return SnapshotResult(
@@ -157,12 +162,16 @@ class Snapshotter:
         for stage in [*self._stages, *self._retired]:
             stage.close()
         self._stages, self._retired, self._newest = [], [], None
-        self._geometry = (-1, 0)
+        self._geometry, self._planned = (-1, 0), None
 
     def _plan(self, tensors: Mapping[str, Tensor], rank: int, world: int) -> ImageLayout:
         """The layout of this rank's share, planned anew only if structure or place changed."""
+        place = (rank, world)
+        known = self._signature is not None and self._signature[:2] == place
+        if tensors is self._planned and known and self._layout is not None:
+            return self._layout
         shape = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        signature = (rank, world, shape)
+        signature = (*place, shape)
         if self._layout is None or signature != self._signature:
             specs = [
                 TensorSpec(name, dtype_name(tensor), tuple(tensor.shape))
@@ -170,6 +179,7 @@ class Snapshotter:
             ]
             self._layout = ImageLayout.plan(owned(specs, rank, world), _METADATA)
             self._signature = signature
+        self._planned = tensors
         return self._layout
 
     def _ensure_slots(self, layout: ImageLayout, extras_bytes: int) -> str:
@@ -198,8 +208,7 @@ class Snapshotter:
     def _free_stage(self) -> _Stage | None:
         free = [s for s in self._stages if s is not self._newest and not s.slot.pinned]
         # An empty slot before one that holds an older snapshot, which may still be of use.
-        free.sort(key=lambda s: s.slot.info().step if _complete(s) else -1)
-        return free[0] if free else None
+        return min(free, key=lambda stage: stage.step, default=None)
 
     def _release_retired(self) -> None:
         """Give back slots of an older geometry, now that a newer snapshot is complete."""
@@ -229,5 +238,6 @@ def owned(specs: Iterable[TensorSpec], rank: int, world: int) -> list[TensorSpec
     return mine
 
 
-def _complete(stage: _Stage) -> bool:
-    return stage.slot.info().state is SlotState.COMPLETE
+def _complete_step(slot: Slot) -> int:
+    header = slot.info()
+    return header.step if header.state is SlotState.COMPLETE else -1

@@ -47,7 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _MAX_DEPTH = 64
 
 
@@ -80,8 +80,8 @@ def flatten(objects: Mapping[str, StateHolder]) -> tuple[dict[str, Tensor], Json
     Called by the rank at a boundary; a fraction of a millisecond for a small model. Raises
     NotSavableError naming the path of what cannot be saved.
     """
-    walk = _Flattening()
-    skeleton = {name: walk.encode(_state_of(holder), name, 0) for name, holder in objects.items()}
+    walk = Flattening()
+    skeleton = {name: walk.encode(state_of(holder), name, 0) for name, holder in objects.items()}
     return walk.tensors, skeleton
 
 
@@ -103,20 +103,29 @@ def restore(
         _load(name, holder, states[name])
 
 
-def _state_of(holder: StateHolder) -> Any:
+def state_of(holder: StateHolder) -> Any:
+    """What a registered object gives as its state; tensors alias the live ones."""
     return holder[0]() if isinstance(holder, tuple) else holder.state_dict()
 
 
-class _Flattening:
+class Flattening:
     """One walk over the state: the tensors found so far, and which memory they cover."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._by_memory: dict[tuple[Any, ...], str] = {}
+        self._by_address: dict[int, tuple[str, ...]] = {}
+
+    def copy(self) -> Flattening:
+        """A walk that goes on from here, on its own."""
+        other = Flattening()
+        other.tensors = dict(self.tensors)
+        other._by_address = dict(self._by_address)
+        return other
 
     def encode(self, value: Any, path: str, depth: int) -> Json:
+        """The skeleton of a value; its tensors are added to `tensors`."""
         kind = type(value)
-        if kind in _PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS:
             return {"$T": self._tensor(value, path)}
         if kind is int or kind is bool or kind is str or value is None:
             return value
@@ -146,28 +155,38 @@ class _Flattening:
             if isinstance(key, Tensor):
                 raise NotSavableError(path=f"{path} (a key)", type_name="Tensor")
             name = f"{path}.{key}"
-            pairs.append(
-                [self.encode(key, f"{name} (a key)", depth), self.encode(item, name, depth)]
-            )
+            plain = type(key) is int or type(key) is str
+            head = key if plain else self.encode(key, f"{name} (a key)", depth)
+            pairs.append([head, self.encode(item, name, depth)])
         return pairs
 
     def _tensor(self, tensor: Tensor, path: str) -> str:
         plain = tensor.layout is torch.strided and not tensor.is_nested
         if not plain or tensor.dtype not in _NAMES:
             raise NotSavableError(path=path, type_name=f"tensor of {tensor.layout}, {tensor.dtype}")
-        tensor = tensor.detach()
-        address = tensor.data_ptr()
-        if address:  # tensors without elements have no memory to share
-            memory = (address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            known = self._by_memory.get(memory)
-            if known is not None:
-                return known
+        if tensor.requires_grad or type(tensor) is not Tensor:
+            tensor = tensor.detach()
         while path in self.tensors:  # {"a.b": x, "a": {"b": y}}
             path += "'"
+        address = tensor.data_ptr()
+        if address:  # tensors without elements have no memory to share
+            there = self._by_address.get(address, ())
+            for name in there:
+                if _same_memory(self.tensors[name], tensor):
+                    return name
+            self._by_address[address] = (*there, path)
         self.tensors[path] = tensor
-        if address:
-            self._by_memory[memory] = path
         return path
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Of two tensors that begin at the same address."""
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype is other.dtype
+        and one.device == other.device
+    )
 
 
 def _encode_numpy(value: Any, path: str) -> Json:
