@@ -1,0 +1,115 @@
+"""The memo of a state says at each step what a fresh walk says, and walks only what changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from relit_platform.errors import NotSavableError
+from relit_platform.worker.state_memo import StateMemo
+from relit_platform.worker.state_tree import flatten, restore
+
+
+class Job:
+    """A model, its optimizer and schedule, a copy that shares a tensor, and a pair of callables."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.shared = nn.Linear(4, 4)
+        self.shared.weight = self.model[0].weight  # type: ignore[assignment]
+        self.extra: Any = {"seen": 0, "shape": (1, 2)}
+        self.objects: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "shared": self.shared,
+            "extra": (lambda: self.extra, lambda state: setattr(self, "extra", state)),
+        }
+
+    def train(self) -> None:
+        self.model(torch.randn(3, 4)).sum().backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def check(self, memo: StateMemo) -> dict[str, torch.Tensor]:
+        """The memo's tensors, once they are known to be those of a fresh walk."""
+        tensors, text = memo.flatten(self.objects)
+        found, expected = json.loads(text), flatten(self.objects)
+        again = Job()
+        restore(again.objects, tensors, found)
+        assert str(flatten(again.objects)) == str(flatten(self.objects))
+        places = [{t.data_ptr() for t in its.values()} for its in (tensors, expected[0])]
+        assert places[0] == places[1]
+        return tensors
+
+
+def replace_data(job: Job) -> None:
+    weight = job.model[2].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.data.clone()
+
+
+def transpose(job: Job) -> None:
+    weight = job.model[0].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.data.t()
+
+
+def set_extra(value: Any) -> Callable[[Job], None]:
+    return lambda job: setattr(job, "extra", value)
+
+
+CHANGES: dict[str, Callable[[Job], None]] = {
+    "a step": Job.train,
+    "other memory": replace_data,
+    "other strides": transpose,
+    "a number": set_extra({"seen": 1, "shape": (1, 2)}),
+    "a type": set_extra({"seen": False, "shape": (1, 2)}),
+    "a key": set_extra({"known": 0, "shape": (1, 2)}),
+    "not a number": set_extra({"seen": float("nan")}),
+    "odd keys": set_extra({(1, 2): 3}),
+    "an optimizer's setting": lambda job: job.optimizer.param_groups[0].update(lr=0.7),
+    "a setting that is a tensor": lambda job: job.optimizer.param_groups[0].update(
+        lr=torch.tensor(0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_every_change_is_seen(change: Callable[[Job], None]) -> None:
+    job, memo = Job(), StateMemo()
+    job.check(memo)
+    job.train()
+    job.check(memo)
+    for _ in range(2):
+        change(job)
+        job.check(memo)
+
+
+def test_between_steps_the_same_tensors_are_handed_out() -> None:
+    job, memo = Job(), StateMemo()
+    del job.objects["schedule"]  # it counts steps
+    job.train()
+    first, _ = memo.flatten(job.objects)
+    before = {name: tensor.clone() for name, tensor in first.items()}
+    job.train()
+    second, text = memo.flatten(job.objects)
+    assert second is first
+    assert not torch.equal(second["model.0.weight"], before["model.0.weight"])
+    assert json.loads(text)["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.001)
+
+
+def test_what_cannot_be_saved_is_named_at_every_step() -> None:
+    job, memo = Job(), StateMemo()
+    job.extra = {"file": object()}
+    for _ in range(2):
+        with pytest.raises(NotSavableError, match=r"extra\.file"):
+            memo.flatten(job.objects)
