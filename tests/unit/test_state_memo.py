@@ -113,3 +113,12 @@ def test_what_cannot_be_saved_is_named_at_every_step() -> None:
     for _ in range(2):
         with pytest.raises(NotSavableError, match=r"extra\.file"):
             memo.flatten(job.objects)
+
+
+def test_the_sign_of_zero_is_a_change() -> None:
+    job, memo = Job(), StateMemo()
+    texts = []
+    for value in (0.0, -0.0):
+        job.extra = {"seen": value}
+        texts.append(memo.flatten(job.objects)[1])
+    assert b"-0.0" in texts[1] and b"-0.0" not in texts[0]

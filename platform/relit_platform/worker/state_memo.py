@@ -102,6 +102,7 @@ def _sign(value: Any, out: list[Any]) -> None:
     elif kind in PLAIN_TENSORS:
         out += (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
     elif kind in _SCALARS:
-        out += (kind, value)
+        # 0.0 equals -0.0, but is not saved as it.
+        out += (kind, value if value or kind is not float else str(value))
     else:
         raise _Unsigned
