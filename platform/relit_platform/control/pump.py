@@ -66,12 +66,14 @@ class Pump:
         self._next_s = {"status": 0.0, "commands": 0.0, "lease": 0.0}
         self._stopping = ""
         self._thread: threading.Thread | None = None
+        self._on_fenced: Callable[[], None] = lambda: None
         self.fenced = 0  # the epoch that has taken over, if one has
 
     # ---- the supervisor's side ----
 
-    def start(self) -> None:
-        """Begin the rounds."""
+    def start(self, on_fenced: Callable[[], None]) -> None:
+        """Begin the rounds; on_fenced is called by their thread, as the last thing it does."""
+        self._on_fenced = on_fenced
         self._thread = threading.Thread(target=self._loop, name="pump", daemon=True)
         self._thread.start()
 
@@ -137,6 +139,7 @@ class Pump:
                     self.tick(time.time())
             except FencedError as fenced:
                 self.fenced = int(fenced.newest)
+                self._on_fenced()
                 return
             except StoreError as error:
                 print(f"relit: the store is away, trying again: {error}", flush=True)
@@ -167,6 +170,7 @@ class Pump:
             drained: Drained = self._manager.link.call(
                 "drain", self._after, self._written, timeout_s=DRAIN_TIMEOUT_S
             )
+            self._check_epoch(drained.status)
             self._manager_changed(drained.status)
             for fact in drained.facts:
                 self._take(fact)
@@ -187,6 +191,12 @@ class Pump:
             self._status = dict(drained.status)
             if not drained.more:
                 return
+
+    def _check_epoch(self, status: Mapping[str, Any]) -> None:
+        """What a manager tells under a newer epoch is for another supervisor's ears."""
+        newest = int(status.get("epoch") or 0)
+        if newest > self._lease.epoch:
+            raise FencedError(what="epoch", ours=self._lease.epoch, newest=newest)
 
     def _manager_changed(self, status: Mapping[str, Any]) -> None:
         pid = int(status.get("manager_pid") or 0)

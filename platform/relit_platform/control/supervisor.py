@@ -27,9 +27,15 @@ from relit_platform.facts import Fact
 from relit_platform.machines.restart import RestartState, advance
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import NAMESPACE, ManagerClient
-from relit_storage.errors import FencedError, LeaseHeldError, RelitError, StoreUnavailableError
+from relit_storage.errors import (
+    FencedError,
+    LeaseHeldError,
+    RelitError,
+    StoreError,
+    StoreUnavailableError,
+)
 from relit_storage.run import layout
-from relit_storage.run.lease import Lease
+from relit_storage.run.lease import Lease, read_lease
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.prefixed import PrefixedStore
 
@@ -49,7 +55,9 @@ class RunSupervisor:
     def __init__(self, store_url: str, run_key: str) -> None:
         self._store = PrefixedStore(open_store(store_url), run_key)
         self._run_key = run_key
-        self._holder = f"{ray.get_runtime_context().get_actor_id()}"
+        context = ray.get_runtime_context()
+        self._cluster = f"{context.gcs_address}/"
+        self._holder = f"{self._cluster}{context.get_actor_id()}"
         self._lease: Lease | None = None
         self._pump: Pump | None = None
         self._refused = ""
@@ -98,7 +106,7 @@ class RunSupervisor:
         manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
         self._pump.fact(self._fact("run.epoch", {"epoch": self._lease.epoch, "pid": os.getpid()}))
         self._pump.set_state(RUNNING)
-        self._pump.start()
+        self._pump.start(lambda: self._give_way(config))
         self._started.set()
         state, reason = self._until_done(config, manager)
         self._finish(config, manager, state, reason)
@@ -219,6 +227,19 @@ class RunSupervisor:
             if not status.get("saving") or time.monotonic() > deadline_s:
                 return status
             time.sleep(0.1)
+
+    def _give_way(self, config: RunConfig) -> None:
+        """Another supervisor drives the run. Our workers end with this actor, their owner; the
+        manager and the agents end too, unless it is of this cluster and has taken them over.
+        """
+        print("relit: another supervisor has taken this run over; leaving", flush=True)
+        try:
+            lease = read_lease(self._store)
+            if lease is not None and not lease.holder.startswith(self._cluster):
+                close_run(config, keep_disk=True)
+        except StoreError as error:
+            print(f"relit: cannot tell who has taken over: {error}", flush=True)
+        self._leave()
 
     def _leave(self) -> None:
         """End this actor for good: `max_restarts=-1` would otherwise bring it back."""

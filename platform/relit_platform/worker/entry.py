@@ -33,6 +33,7 @@ from relit_platform.worker.drill import Drill
 from relit_platform.worker.manager_client import ActorLink, ManagerClient
 from relit_platform.worker.member import Member
 from relit_platform.worker.recorder import Recorder
+from relit_storage.errors import FencedError
 from relit_storage.run.redaction import Redactor
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.prefixed import PrefixedStore
@@ -51,7 +52,11 @@ def train_worker(loop_config: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, int(config.scaling.cpus_per_worker)))
     os.environ.update(config.env_vars)
     _require_secrets(config)
-    run, member, recorder = _build(config, int(loop_config["epoch"]))
+    try:
+        run, member, recorder = _build(config, int(loop_config["epoch"]))
+    except FencedError as fenced:
+        print(f"relit: this worker leaves: {fenced}", flush=True)
+        return
     try:
         train = load_entry(config, recorder.store)
         value = call_train(train, run, config.config)

@@ -1,0 +1,76 @@
+"""The pump between manager and run directory: a supervisor that was taken over writes no more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from coordinator_harness import make_config
+
+from relit_platform.control import pump as module
+from relit_platform.control.pump import Pump
+from relit_platform.facts import Drained, Fact
+from relit_storage.run.event_log import read_events, read_rows
+from relit_storage.run.lease import Lease
+from relit_storage.stores.memory import MemoryStore
+
+TTL_S = 30.0
+
+
+@dataclass
+class Manager:
+    """A manager of some epoch that has one fact and one row to tell."""
+
+    epoch: int = 1
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def link(self) -> Manager:
+        return self
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(method)
+        fact = Fact(kind="told", at_s=time.time(), src="manager")
+        status = {"epoch": self.epoch, "manager_pid": 7, "phase": "running"}
+        return Drained(facts=(fact,), rows=({"step": 1, "loss": 1.0},), next=1, status=status)
+
+    def send(self, method: str, *args: Any) -> None:
+        self.calls.append(method)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def make_pump(store: MemoryStore, manager: Manager, monkeypatch: pytest.MonkeyPatch) -> Pump:
+    monkeypatch.setattr(module, "TICK_S", 0.001)
+    lease = Lease.take(store, "r", "one", time.time(), TTL_S)
+    return Pump(store=store, config=make_config(), manager=manager, lease=lease)  # type: ignore[arg-type]
+
+
+def run_until_fenced(pump: Pump) -> None:
+    fenced = threading.Event()
+    pump.start(fenced.set)
+    assert fenced.wait(10.0)
+
+
+def test_what_a_newer_epoch_tells_is_not_taken(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = Manager(epoch=2)
+    pump = make_pump(store, manager, monkeypatch)
+    run_until_fenced(pump)
+    assert pump.fenced == 2
+    assert manager.calls == ["drain"]
+    assert (read_events(store), read_rows(store)) == ([], [])
+
+
+def test_a_lost_lease_ends_the_rounds(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    pump = make_pump(store, Manager(), monkeypatch)
+    Lease.take(store, "r", "two", time.time() + 2 * TTL_S, TTL_S)
+    run_until_fenced(pump)
+    assert pump.fenced == 2
