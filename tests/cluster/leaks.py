@@ -16,7 +16,7 @@ from typing import Any
 
 from relit import cluster
 
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0  # the keeper ends an idle cluster after 60
 LOOK_EVERY_S = 0.2
 RAYS_OWN = ("_AutoscalingCoordinatorActor",)
 

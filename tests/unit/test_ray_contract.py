@@ -47,6 +47,15 @@ def test_controller_replaces_only_failed_replica_groups() -> None:
     assert callable(WorkerGroup.replace_replica_group)
 
 
+def test_replacing_still_needs_the_repair() -> None:
+    source = inspect.getsource(WorkerGroup._replace_replica_group_impl)
+    assert "ray.get(clear_tasks)" in source, "look whether repair.py is still needed"
+    source = inspect.getsource(WorkerGroup)
+    for name in ("self._replica_groups", "self._latest_poll_status", "after_worker_group_start"):
+        assert name in source
+    assert "self._worker_group.replace_replica_group(" in inspect.getsource(TrainController)
+
+
 def test_fit_hands_over_the_policies_and_callbacks() -> None:
     parameters = inspect.signature(TrainController.__init__).parameters
     for name in ("failure_policy", "scaling_policy", "callbacks", "train_fn_ref"):
@@ -66,6 +75,7 @@ def test_default_callbacks_still_hold_those_that_we_drop() -> None:
     names = {type(c).__name__ for c in stock}
     ours = {type(c).__name__ for c in trainer._create_default_callbacks()}
     assert names - ours == adapter.DROPPED
+    assert ours - names == {"RepairCallback"}
 
 
 class Say:
@@ -94,3 +104,19 @@ def test_policy_follows_the_verdict(retry: bool, error: Any, decision: FailureDe
     policy = pickle.loads(pickle.dumps(adapter.RunFailurePolicy(Say(retry))))
     assert isinstance(policy.failure_config, FailureConfig)
     assert policy.make_decision(error) is decision
+
+
+def test_a_controller_that_runs_in_a_circle_is_given_up() -> None:
+    now = iter(range(1000, 2000))
+    policy = adapter.RunFailurePolicy(Say(True), clock=lambda: next(now) / 10)
+    error = failed(RuntimeError("died"))
+    decisions = [policy.make_decision(error) for _ in range(adapter.CIRCLE_FAILURES)]
+    assert decisions[:-1] == [FailureDecision.RETRY] * (adapter.CIRCLE_FAILURES - 1)
+    assert decisions[-1] is FailureDecision.RAISE
+
+
+def test_failures_with_a_process_start_in_between_are_no_circle() -> None:
+    now = iter(range(1000))
+    policy = adapter.RunFailurePolicy(Say(True), clock=lambda: next(now))
+    decisions = {policy.make_decision(failed(RuntimeError("died"))) for _ in range(50)}
+    assert decisions == {FailureDecision.RETRY}

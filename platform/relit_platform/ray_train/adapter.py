@@ -1,4 +1,4 @@
-"""The only module that touches Ray Train's internals (Ray 2.60.0, pinned exactly).
+"""Ray Train behind one door: only this package touches its internals (Ray 2.60.0, pinned exactly).
 
 What it uses, and what happens when a seam is gone:
 
@@ -6,20 +6,22 @@ What it uses, and what happens when a seam is gone:
 |---|---|---|
 | `Backend.has_replica_groups` | Ray replaces failed workers only | full restart on any failure |
 | `DataParallelTrainer._initialize_and_run_controller` | our failure policy | Ray's own policy |
-| `DataParallelTrainer._create_default_callbacks` | drop two callbacks | they stay |
+| `DataParallelTrainer._create_default_callbacks` | drop two callbacks, add one | stock ones |
 
 `missing_seams()` names those that are gone; `fit` then falls back to stock behaviour and returns
 a warning for each. `tests/unit/test_ray_contract.py` holds the signatures, so that a moved pin
 fails there first. Dropped are the placement group cleaner, because with two Ray clusters on one
 host it removes a healthy run's placement group (research: ray-train.md section 8), and the Ray Data
 callback, because without a Ray data set it is only one more process for each start of workers, and
-an import of ray.data in every rank.
+an import of ray.data in every rank. Added is the one of repair.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,10 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from relit_platform.ray_train.repair import RepairCallback
+
 DROPPED = frozenset({"PlacementGroupCleanerCallback", "DatasetsCallback"})
+CIRCLE_FAILURES, CIRCLE_S = 10, 5.0  # so many failures in such a time
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # a dead worker is replaced that much sooner
@@ -70,19 +75,35 @@ class RunFailurePolicy(FailurePolicy):  # type: ignore[misc]
 
     Lives in the controller's process. The verdict is taken by the manager, which knows whether
     the run made progress; an unreachable manager means retry, because a failed status query is
-    never a failure, and the supervisor's own budget still bounds a loop.
+    never a failure, and the supervisor's own budget still bounds a loop. A controller that fails
+    again at once, without the time to start a process in between, runs in a circle: its life ends
+    here, and the supervisor begins another.
     """
 
-    def __init__(self, verdict: Callable[[str, bool], tuple[bool, str]]) -> None:
+    def __init__(
+        self,
+        verdict: Callable[[str, bool], tuple[bool, str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(FailureConfig(max_failures=-1))
         self._verdict = verdict
+        self._clock = clock
+        self._failed_at_s: deque[float] = deque(maxlen=CIRCLE_FAILURES)
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         """RETRY, or RAISE where the verdict is final."""
+        self._failed_at_s.append(self._clock())
+        if self._runs_in_a_circle():
+            print("relit failure policy: give up: the controller runs in a circle", flush=True)
+            return FailureDecision.RAISE
         final = is_final(training_failed_error)
         retry, reason = self._verdict(str(training_failed_error), final)
         print(f"relit failure policy: {'retry' if retry else 'give up'}: {reason}", flush=True)
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
+
+    def _runs_in_a_circle(self) -> bool:
+        times = self._failed_at_s
+        return len(times) == CIRCLE_FAILURES and times[-1] - times[0] < CIRCLE_S
 
 
 def is_final(error: BaseException) -> bool:
@@ -92,13 +113,14 @@ def is_final(error: BaseException) -> bool:
 
 
 class ReplicaTrainer(DataParallelTrainer):  # type: ignore[misc]
-    """DataParallelTrainer with relit's failure policy and without the callbacks in DROPPED."""
+    """DataParallelTrainer with relit's failure policy and callback, without those in DROPPED."""
 
     relit_policy: FailurePolicy | None = None
 
     def _create_default_callbacks(self) -> list[Any]:
         stock = super()._create_default_callbacks()
-        return [callback for callback in stock if type(callback).__name__ not in DROPPED]
+        kept = [callback for callback in stock if type(callback).__name__ not in DROPPED]
+        return [*kept, RepairCallback()]
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         if self.relit_policy is not None and "failure_policy" in controller_init_kwargs:
