@@ -22,10 +22,10 @@ class Groups:
 
     def __init__(self, run: SimRun) -> None:
         self._run = run
-        self._forming: dict[tuple[int, int], SimGroup] = {}
+        self._forming: dict[tuple[int, int, tuple[str, int]], SimGroup] = {}
 
     def arrive(self, rank: SimRank, assignment: Assignment) -> None:
-        key = (assignment.epoch, assignment.generation)
+        key = (assignment.epoch, assignment.generation, assignment.endpoint)
         if key not in self._forming:
             self._forming[key] = SimGroup(self._run, assignment)
         self._forming[key].arrive(rank, assignment)

@@ -29,7 +29,7 @@ class SimSupervisor:
         self.over = False
         self.epoch = 0
         self._life = 0
-        self._after = 0
+        self._after = self._written = 0
         self._manager_life = -1
         self._unwritten: list[Fact | dict[str, Any]] = []
         self._workers: list[SimRank] = []
@@ -49,7 +49,7 @@ class SimSupervisor:
             if self._clock.chance(0.8):
                 worker.kill("its supervisor died")
         self._workers = []
-        self._after = 0
+        self._after = self._written = 0
         self._clock.after(self._clock.between(0.5, 2.0), self._new_epoch)
 
     def _new_epoch(self) -> None:
@@ -103,9 +103,10 @@ class SimSupervisor:
             self._watch()
 
     def _drain(self) -> None:
-        drained: Drained = self._run.manager.call("drain", self._after)
+        drained: Drained = self._run.manager.call("drain", self._after, self._written)
         if self._manager_life != self._run.manager.life:
             self._manager_life = self._run.manager.life
+            self._after = self._written = 0
         if drained.status["epoch"] != self.epoch:
             self._run.manager.call("start_epoch", self.epoch, self._history())
         self._unwritten += [*drained.facts, *drained.rows]
@@ -119,7 +120,8 @@ class SimSupervisor:
     def _last_words(self) -> None:
         if not self.verdict and any(not w.finished and w.alive for w in self._workers):
             return  # Ray Train's fit() returns when every worker has
-        drained = self._run.manager.call("drain", self._after)
+        drained = self._run.manager.call("drain", self._after, self._written)
+        self._after = drained.next
         self._unwritten += [*drained.facts, *drained.rows]
         self._flush()
         saving = drained.status["saving"]
@@ -137,6 +139,7 @@ class SimSupervisor:
             else:
                 self.rows.setdefault(item["step"], item)
         self._unwritten.clear()
+        self._written = self._after
 
     # ---- Ray Train ----
 

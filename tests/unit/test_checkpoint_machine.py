@@ -17,6 +17,7 @@ from relit_platform.machines.checkpoint_state import (
     CheckpointEvent,
     Deadline,
     Discard,
+    Finishing,
     GenerationFormed,
     Limits,
     LogCommit,
@@ -83,6 +84,14 @@ def test_the_whole_way() -> None:
     game.feed(Logged(step=20, generation=1))
     assert game.phase(20) == "durable" and game.book.newest("object") == 20
     assert not game.book.saving
+
+
+def test_the_last_step_is_uploaded_even_if_nobody_was_heard_saying_so() -> None:
+    game = Game().durable(20).committed(33)
+    assert not game.of(Upload)
+    assert [u.checkpoint.step for u in game.feed(Finishing()).of(Upload)] == [33]
+    late = Game().durable(20).feed(Finishing()).committed(33)
+    assert late.of(Upload), "also when it comes last of all"
 
 
 def test_a_shard_alone_opens_its_step() -> None:

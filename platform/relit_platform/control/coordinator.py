@@ -43,7 +43,13 @@ from relit_platform.facts import (
     Waiting,
     WorkerExited,
 )
-from relit_platform.machines.checkpoint_state import Adopted, CheckpointEvent, Note, Persisting
+from relit_platform.machines.checkpoint_state import (
+    Adopted,
+    CheckpointEvent,
+    Finishing,
+    Note,
+    Persisting,
+)
 from relit_platform.machines.generation import (
     Event,
     Joined,
@@ -137,6 +143,8 @@ class Coordinator:
                 self._members.begin_epoch(epoch, found, history)
                 self._saves.begin_epoch(epoch, self._members.state.lineage)
                 self._adopt(found)
+                if not self._members.state.unfinished():
+                    self._saves.feed(Finishing())
                 for what, reason in found.silent.items():
                     data = {"what": what, "reason": reason}
                     self._members.say("part.silent", data, "warning")
@@ -144,9 +152,10 @@ class Coordinator:
                 return self._members.state.newest
 
     def drain(self, after: int, written: int | None = None) -> Drained:
-        """Facts and rows numbered above `after`, and the status. Forgets those up to `after`.
+        """Facts and rows numbered above `after`, and the status.
 
-        written: what is numbered up to here is in the run directory; ranks may forget its rows.
+        written: what is numbered up to here is in the run directory (None: up to `after`). It is
+        forgotten here, and ranks may forget its rows; the rest is kept for the next supervisor.
         """
         with self._changed:
             self._tick()
@@ -250,6 +259,8 @@ class Coordinator:
             }
             self._members.say("rank.finished", data)
             self._feed(MemberFinished(worker_id=worker_id, rank=rank))
+            if not self._members.state.unfinished():
+                self._saves.feed(Finishing())
             return True
 
     def user_error(

@@ -84,6 +84,7 @@ class GenerationDesk:
             EpochStarted(
                 epoch=epoch,
                 seen_generation=found.generation,
+                floor=found.generation + 1 if found.generation and not old.epoch else 0,
                 holders=found.holders,
                 finished={**found.done, **{f.rank: f.worker_id for f in told}},
                 lineage=history.lineage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import Any
 
 from relit_platform.facts import Drained, Fact
@@ -24,6 +25,7 @@ class Outbox:
         self._items: deque[Item] = deque()
         self._unwritten: deque[tuple[int, int]] = deque(maxlen=MAX_KEPT)  # number and step of rows
         self._next = int(now_s * 1_000_000) + 1
+        self._handed = 0
         self._dropped = 0
 
     def add(self, item: Fact | dict[str, Any]) -> None:
@@ -33,8 +35,8 @@ class Outbox:
         self._items.append((self._next, item))
         self._next += 1
         if len(self._items) > MAX_KEPT:
-            self._items.popleft()
-            self._dropped += 1
+            number, _ = self._items.popleft()
+            self._dropped += number > self._handed
 
     @property
     def first_unwritten_row(self) -> int | None:
@@ -42,18 +44,22 @@ class Outbox:
         return min((step for _, step in self._unwritten), default=None)
 
     def drain(self, after: int, status: dict[str, Any], written: int | None = None) -> Drained:
-        """Forget what is numbered up to `after`; hand out the next ones.
+        """Hand out what is numbered above `after`; forget what is numbered up to `written`.
 
-        written: up to here everything is in the run directory (None: up to `after`).
+        written: up to here everything is in the run directory (None: up to `after`). What was
+        handed out and not written is kept for the next supervisor, if this one dies with it.
         """
         if after >= self._next:
             after = 0  # a number this manager never gave out: the clock went back
         safe = after if written is None else min(written, after)
         while self._unwritten and self._unwritten[0][0] <= safe:
             self._unwritten.popleft()
-        while self._items and self._items[0][0] <= after:
+        while self._items and self._items[0][0] <= safe:
             self._items.popleft()
-        taken = [self._items[i] for i in range(min(MAX_PER_DRAIN, len(self._items)))]
+        first = self._items[0][0] if self._items else self._next
+        start = max(0, after - first + 1)
+        taken = list(islice(self._items, start, start + MAX_PER_DRAIN))
+        self._handed = max(self._handed, taken[-1][0] if taken else after)
         dropped, self._dropped = self._dropped, 0
         return Drained(
             facts=tuple(item for _, item in taken if isinstance(item, Fact)),
@@ -61,5 +67,5 @@ class Outbox:
             next=taken[-1][0] if taken else after,
             status=status,
             overflow=dropped,
-            more=len(taken) < len(self._items),
+            more=start + len(taken) < len(self._items),
         )

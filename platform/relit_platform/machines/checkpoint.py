@@ -7,6 +7,7 @@
     OPEN                ShardPersisted (all ranks in)          PERSISTED  Publish
     PERSISTED           Published                              COMMITTED  retain disk; Upload
     COMMITTED           (due, no upload is running)            UPLOADING  Upload
+    the newest          Finishing                              unchanged  due from now on
     UPLOADING           ShardUploaded (all ranks in)           UPLOADING  LogCommit
     UPLOADING           Logged                                 DURABLE    retain object; next Upload
     UPLOADING           ShardFailed(object), LogFailed,        COMMITTED  next Upload, this one
@@ -40,6 +41,7 @@ from relit_platform.machines.checkpoint_state import (
     CheckpointPhase,
     Deadline,
     Discard,
+    Finishing,
     GenerationFormed,
     Key,
     LogCommit,
@@ -79,6 +81,8 @@ def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome
             book, actions = _generation_formed(book, event)
         case Adopted():
             book, actions = _adopted(book, event.checkpoint, now)
+        case Finishing():
+            book, actions = _finishing(book)
         case Deadline():
             book, actions = _deadline(book, now)
     book, more = _next_upload(book, now)
@@ -134,8 +138,8 @@ def _opened(book: CheckpointBook, key: Key, world: int, now: float) -> Outcome:
 
 def _object_due(book: CheckpointBook, step: int) -> bool:
     every = book.limits.object_every_steps
-    if every <= 0:
-        return False
+    if every <= 0 or book.finishing:
+        return every > 0
     ahead = [c.step for c in book.steps.values() if c.wants_object or c.on_object]
     return step // every > max((s // every for s in ahead if s < step), default=0)
 
@@ -199,7 +203,7 @@ def _upload_failed(book: CheckpointBook, known: Checkpoint, reason: str) -> Outc
 
 def _generation_formed(book: CheckpointBook, event: GenerationFormed) -> Outcome:
     lineage = book.lineage.started(event.generation, event.start_step)
-    book = replace(book, lineage=lineage, protected=event.protected)
+    book = replace(book, lineage=lineage, protected=event.protected, finishing=False)
     actions = []
     for known in list(book.steps.values()):
         if known.phase not in TERMINAL and not lineage.on_line(known.generation, known.step):
@@ -240,6 +244,17 @@ def _merged(known: Checkpoint, found: Checkpoint) -> Checkpoint:
         on_disk=known.on_disk or found.on_disk,
         on_object=known.on_object or found.on_object,
     )
+
+
+def _finishing(book: CheckpointBook) -> Outcome:
+    """Whoever said that a step is the last one may not have been heard."""
+    book = replace(book, finishing=True)
+    alive = [c for c in book.steps.values() if c.phase not in TERMINAL]
+    newest = max(alive, key=_age, default=None)
+    if newest is None or newest.on_object or newest.phase is UPLOADING:
+        return book, []
+    wants = book.limits.object_every_steps > 0
+    return _put(book, replace(newest, final=True, wants_object=wants)), []
 
 
 def _deadline(book: CheckpointBook, now: float) -> Outcome:

@@ -78,12 +78,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointBook:
-    """All steps that some tier may hold, and what was ignored, by reason."""
+    """All steps that some tier may hold, and what was ignored, by reason. finishing: no step
+    comes after those that are under way.
+    """
 
     limits: Limits = Limits()
     lineage: Lineage = field(default_factory=Lineage)
     steps: Mapping[Key, Checkpoint] = field(default_factory=dict)
     protected: frozenset[Key] = frozenset()
+    finishing: bool = False
     ignored: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -164,6 +167,11 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class Finishing:
+    """Every rank has returned: the newest step is the last one and goes to every tier."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deadline:
     """Time has passed."""
 
@@ -179,6 +187,7 @@ CheckpointEvent = (
     | LogFailed
     | GenerationFormed
     | Adopted
+    | Finishing
     | Deadline
 )
 

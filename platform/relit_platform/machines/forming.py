@@ -113,7 +113,7 @@ def _given_up(state: GenerationState, waiters: Mapping[str, Waiter], now: float)
 
 def announce(state: GenerationState, places: Mapping[int, str], source: StateSource) -> Step:
     """Number the generation and answer its members. places: worker by rank, all waiting."""
-    number = state.newest + 1
+    number = max(state.newest, state.floor) + 1
     requests = {worker: state.waiting[worker].request for worker in places.values()}
     assert all(r.step is None or r.step <= source.step for r in requests.values()), (
         "a member holds a newer state than the source"

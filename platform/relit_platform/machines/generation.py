@@ -24,7 +24,8 @@ longest, once the holder is known to be gone. A holder that is merely silent kee
 `silent_s` after the fault (`straggler_s` when a known death already explains the fault), or until
 as many workers wait as the run has processes at all. Then its rank is given away for good.
 
-The number of a generation is the highest ever seen plus one. It is never used twice.
+The number of a generation is the highest ever seen plus one, and one more after a manager was
+re-created, for its predecessor may have announced one that left no trace. None is used twice.
 """
 
 from __future__ import annotations
@@ -254,6 +255,7 @@ def _epoch_started(state: GenerationState, event: EpochStarted) -> Step:
         straggler_s=state.straggler_s,
         epoch=event.epoch,
         newest=newest,
+        floor=max(state.floor, event.floor),
         phase=Phase.RUNNING if event.holders or event.finished else Phase.IDLE,
         holders={**event.holders, **event.finished},
         finished=dict(event.finished),

@@ -41,6 +41,7 @@ class GenerationState:
     """All that the machine remembers. holders: rank -> worker id of the newest generation;
     assigned: what its members were told, in answer to the requests in `answered`.
 
+    floor: a number that may have been given out unseen, so the next one is above it.
     broken_at_s is when the first holder came back with a fault; spares only tells how many
     processes the run has besides `world`.
     """
@@ -51,6 +52,7 @@ class GenerationState:
     straggler_s: float = 60.0
     epoch: int = 0
     newest: int = 0
+    floor: int = 0
     phase: Phase = Phase.IDLE
     holders: Mapping[int, str] = field(default_factory=dict)
     waiting: Mapping[str, Waiter] = field(default_factory=dict)
@@ -107,11 +109,13 @@ class Planned:
 class EpochStarted:
     """A supervisor life began.
 
-    holders and finished: members of this epoch that a manager found when it was re-created.
+    holders and finished: members of this epoch that a manager found when it was re-created. floor:
+    the number that its predecessor may have announced without a trace.
     """
 
     epoch: int
     seen_generation: int = 0
+    floor: int = 0
     holders: Mapping[int, str] = field(default_factory=dict)
     finished: Mapping[int, str] = field(default_factory=dict)
     lineage: tuple[tuple[int, int], ...] = ()
