@@ -92,6 +92,8 @@ def test_the_last_step_is_uploaded_even_if_nobody_was_heard_saying_so() -> None:
     assert [u.checkpoint.step for u in game.feed(Finishing()).of(Upload)] == [33]
     late = Game().durable(20).feed(Finishing()).committed(33)
     assert late.of(Upload), "also when it comes last of all"
+    lost = Game().durable(20).committed(33).feed(shard(34), Finishing(), failed(34, "disk"))
+    assert [u.checkpoint.step for u in lost.of(Upload)] == [33], "then the one before it is"
 
 
 def test_a_shard_alone_opens_its_step() -> None:

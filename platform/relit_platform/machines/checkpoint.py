@@ -321,7 +321,10 @@ def _abandon(book: CheckpointBook, known: Checkpoint, reason: str) -> Outcome:
         reason=reason,
     )
     note = _note("ckpt.failed", known, {"tier": "disk", "reason": reason}, "warning")
-    return _put(book, gone), [note, *actions]
+    book = _put(book, gone)
+    if book.finishing:
+        book, _ = _finishing(book)  # then the one before it is the last
+    return book, [note, *actions]
 
 
 def _forget_oldest(book: CheckpointBook) -> CheckpointBook:
