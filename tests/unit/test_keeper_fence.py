@@ -107,7 +107,7 @@ def test_a_later_node_of_this_host_inherits_the_disk(node: Node) -> None:
     first = node.boot()
     shard = persisted(node, first, worker(first)[0], step=7)
     first.publish(7, 1, manifest_of(shard))
-    first.close(remove_disk=False)
+    abandon(first)
     owner = node.root / "owner.json"
     owner.write_text(owner.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}'))
     later = NodeKeeper(
@@ -119,6 +119,7 @@ def test_a_later_node_of_this_host_inherits_the_disk(node: Node) -> None:
     assert [(s.step, s.node_id) for s in inventory.disk] == [(7, "fedcba9876543210")]
     assert [place[:2] for place in inventory.manifests] == [(7, 1)]
     assert os.path.exists(os.path.join(inventory.disk_root, inventory.disk[0].file))
+    assert os.listdir(node.shm / "relit" / "run-1") == ["fedcba98"]
 
 
 # ---- workers ----

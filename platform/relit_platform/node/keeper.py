@@ -107,7 +107,9 @@ class NodeKeeper:
         for folder in (folders.slots, folders.heartbeats, folders.logs):
             make_dirs(folder)
         claim(folders.disk, self._owner_pid)
-        adopt_orphans(folders.disk)
+        for orphan in adopt_orphans(folders.disk):
+            # Its shared memory is in nobody's inventory, and nobody else would give it back.
+            _remove_tree(os.path.join(os.path.dirname(folders.shm), orphan), up=0)
         self._disk.clean()
         self._slots.adopt()
         self._fence = load_fence(folders.fence)
