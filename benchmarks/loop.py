@@ -1,6 +1,6 @@
 """The whole step of a rank against a plain DistributedDataParallel loop: what relit costs.
 
-    python benchmarks/loop.py [--rounds N] [--profile]
+    python benchmarks/loop.py [--seconds N] [--profile]
 
 Two ranks train the demo's GPT. Ours is the path of a real run: loader, reseed, heartbeat, gradient
 sync, boundary, metric rows, a snapshot into shared memory at every step and a persist to disk at
@@ -23,6 +23,7 @@ import json
 import multiprocessing
 import os
 import pstats
+import queue
 import statistics
 import sys
 import tempfile
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 from gradient_sync import HOST, PEER, WORLD, machine
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import init_process_group
+from torch.distributed import broadcast, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from relit.examples.gpt import DEFAULTS, GPT, SHAPE, learning_rate
@@ -60,6 +61,7 @@ STEPS = 100_000  # of the run as it was asked for; the benchmark ends before
 GLOBAL_BATCH = 32
 CORPUS_FILES = 200
 WRITTEN_AFTER_S = 2.5
+MIN_ROUNDS, MAX_ROUNDS = 6, 40  # of one turn each
 RUN_ID = f"bench-{os.getpid()}"
 NUMBERS = itertools.count(1)
 Step = Callable[[], None]
@@ -165,6 +167,9 @@ class PipeManager:
         reply: Assignment = self.link.call("join", request, wait_s)
         return reply
 
+    def lost(self, generation: int, wait_s: float = 1.0) -> bool:
+        return False
+
 
 def _context(config: RunConfig, pipe: Any) -> RankContext:
     """As worker.entry builds it, with pipes for actors."""
@@ -246,7 +251,7 @@ def _peer(rank: int, store: Any, data: TokenDataset) -> Step:
 
 
 def _rank(
-    rank: int, config: RunConfig, port: int, pipe: Any, answers: Any, rounds: int, profile: bool
+    rank: int, config: RunConfig, port: int, pipe: Any, answers: Any, seconds: float, profile: bool
 ) -> None:
     """One process: both loops by turns; rank 0 answers with every step's seconds."""
     torch.set_num_threads(1)
@@ -258,21 +263,33 @@ def _rank(
         name: [] for loop in loops for name in (loop, f"{loop}_cpu")
     }
     profiler = cProfile.Profile()
-    for number in range(rounds + 1):  # the first round only warms up
+
+    def turn(name: str) -> list[float]:
+        return [_timed(loops[name]) for _ in range(TURN)]
+
+    began_s = time.monotonic()
+    for name in loops:  # to warm up
+        turn(name)
+    for number in range(_agreed_rounds(time.monotonic() - began_s, seconds)):
         for name in sorted(loops, reverse=bool(number % 2)):
-            if profile and name == "ours" and number:
+            if profile and name == "ours":
                 profiler.enable()
             cpu_s = time.process_time()
-            times = [_timed(loops[name]) for _ in range(TURN)]
+            turns[name].append(turn(name))
+            turns[f"{name}_cpu"].append([time.process_time() - cpu_s])
             profiler.disable()
-            if number:
-                turns[name].append(times)
-                turns[f"{name}_cpu"].append([time.process_time() - cpu_s])
     if rank == 0 and profile:
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(45)
     if rank == 0:
         answers.put(turns)
     threading.Event().wait()  # until the parent ends both: nobody misses a peer
+
+
+def _agreed_rounds(round_s: float, seconds: float) -> int:
+    """How many rounds fit into `seconds`, as rank 0 sees it."""
+    rounds = torch.tensor([min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds / round_s)))])
+    broadcast(rounds, src=0)
+    return int(rounds)
 
 
 def _timed(step: Step) -> float:
@@ -281,7 +298,7 @@ def _timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def measure(rounds: int, profile: bool = False) -> dict[str, list[list[float]]]:
+def measure(seconds: float, profile: bool = False) -> dict[str, list[list[float]]]:
     """Seconds of every step of rank 0, by loop and turn."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -296,19 +313,30 @@ def measure(rounds: int, profile: bool = False) -> dict[str, list[list[float]]]:
         for rank in range(WORLD):
             here, there = context.Pipe()
             threading.Thread(target=control.serve, args=(rank, here), daemon=True).start()
-            args = (rank, config, port, there, answers, rounds, profile)
+            args = (rank, config, port, there, answers, seconds, profile)
             ranks.append(context.Process(target=_rank, args=args))
         try:
             for process in ranks:
                 process.start()
-            turns: dict[str, list[list[float]]] = answers.get(timeout=600)
-            return turns
+            return _answer(answers, ranks)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
             control.keeper.close(remove_disk=True)
             del store
+
+
+def _answer(answers: Any, ranks: list[Any]) -> dict[str, list[list[float]]]:
+    """What rank 0 measured; RuntimeError once a rank has ended without."""
+    while True:
+        try:
+            turns: dict[str, list[list[float]]] = answers.get(timeout=1.0)
+            return turns
+        except queue.Empty:
+            codes = [process.exitcode for process in ranks]
+            if any(code is not None for code in codes):
+                raise RuntimeError(f"a rank ended early, exit codes {codes}") from None
 
 
 def _config(root: Path) -> RunConfig:
@@ -379,10 +407,10 @@ def _row(name: str, ours: float, peer: float, ratio: float, unit: str) -> dict[s
 def main() -> int:
     """Measure and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=30, help="timed turns of each loop")
+    parser.add_argument("--seconds", type=float, default=90.0, help="how long to measure")
     parser.add_argument("--profile", action="store_true", help="cProfile of ours on stderr")
     options = parser.parse_args()
-    print(json.dumps(table_rows(measure(options.rounds, options.profile)), indent=1))
+    print(json.dumps(table_rows(measure(options.seconds, options.profile)), indent=1))
     return 0
 
 
