@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import traceback
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -42,6 +43,7 @@ from relit_storage.stores.prefixed import PrefixedStore
 RUNNING = "RUNNING"
 SUCCEEDED, FAILED, STOPPED = "SUCCEEDED", "FAILED", "STOPPED"
 FINISH_WAIT_S = 120.0
+ADAPTER = "relit_platform.ray_train.adapter"
 
 
 def supervisor_name(run_id: str) -> str:
@@ -99,6 +101,8 @@ class RunSupervisor:
             self._leave()
 
     def _supervise(self, config: RunConfig) -> None:
+        # Importing Ray Train takes over a second: done while the manager's process starts.
+        threading.Thread(target=import_module, args=[ADAPTER], daemon=True).start()
         self._lease = self._take(config)
         get_or_create_manager(config)
         manager = ManagerClient(config.run_id)
@@ -174,7 +178,7 @@ class RunSupervisor:
 
     def _fit(self, config: RunConfig) -> Exception | None:
         from relit_platform.ray_train.adapter import FitRequest, fit, missing_seams
-        from relit_platform.worker.entry import train_worker
+        from relit_platform.worker.start import train_worker
 
         assert self._lease is not None and self._pump is not None
         for seam in missing_seams():
