@@ -240,8 +240,11 @@ def test_a_known_death_explains_the_fault_so_others_get_more_time() -> None:
 
 def test_as_many_waiting_as_processes_means_the_others_are_dead() -> None:
     game = running(2, 1).join("s")
-    assert not game.join("x").of(PlanRestore)
-    assert game.join("y").of(PlanRestore)
+    game.now += 1.0
+    game.join("x").join("y")
+    assert not game.of(PlanRestore), "s may have died, and x or y be in its place"
+    game.now += 1.0
+    assert game.join("s").of(PlanRestore)
 
 
 def test_a_member_that_waited_and_fell_silent_counts_as_dead() -> None:

@@ -105,10 +105,21 @@ def give_up_at(state: GenerationState) -> float | None:
 
 
 def _given_up(state: GenerationState, waiters: Mapping[str, Waiter], now: float) -> bool:
-    if len(waiters) >= state.world + state.spares:
-        return True  # as many as the run has processes: nobody else can be alive
+    if _all_processes_wait(state, waiters):
+        return True
     deadline = give_up_at(state)
     return deadline is not None and now >= deadline
+
+
+def _all_processes_wait(state: GenerationState, waiters: Mapping[str, Waiter]) -> bool:
+    """As many as the run has processes were alive when the youngest came: nobody else can be.
+
+    A waiter that has not asked again since then may have died and be the one it replaces.
+    """
+    if len(waiters) < state.world + state.spares:
+        return False
+    youngest_s = max(waiter.since_s for waiter in waiters.values())
+    return all(waiter.heard_s >= youngest_s for waiter in waiters.values())
 
 
 def announce(state: GenerationState, places: Mapping[int, str], source: StateSource) -> Step:

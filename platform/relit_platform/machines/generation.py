@@ -22,7 +22,8 @@ what it answers; nothing in here waits, calls or reads a clock.
 A place is filled by the holder of its rank when it waits, else by the newcomer that has waited
 longest, once the holder is known to be gone. A holder that is merely silent keeps its place until
 `silent_s` after the fault (`straggler_s` when a known death already explains the fault), or until
-as many workers wait as the run has processes at all. Then its rank is given away for good.
+as many workers wait, all alive at one time, as the run has processes at all. Then its rank is
+given away for good.
 
 The number of a generation is the highest ever seen plus one, and one more after a manager was
 re-created, for its predecessor may have announced one that left no trace. None is used twice.
@@ -219,6 +220,7 @@ def _wait(
     waiter = Waiter(
         request=request,
         since_s=known.since_s if known else now,
+        heard_s=now,
         heard_until_s=now + hold_s + HEARD_SLACK_S,
     )
     return replace(state, waiting={**state.waiting, request.worker_id: waiter})

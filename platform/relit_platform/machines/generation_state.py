@@ -27,12 +27,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiter:
-    """A worker that asks for a place. heard_until_s: after it, without a new request, it counts
-    as dead.
+    """A worker that asks for a place. heard_s: its newest request; heard_until_s: after it, without
+    a new one, it counts as dead.
     """
 
     request: JoinRequest
     since_s: float
+    heard_s: float
     heard_until_s: float
 
 
