@@ -1,17 +1,17 @@
 """The errors of relit's machine.
 
-    RelitError
-    └── PlatformError
-        ├── StaleMemberError     a member of an older generation or epoch asked for something
-        ├── StateError
-        │   ├── NotSavableError      a registered object's state cannot be saved without pickle
-        │   └── StateMismatchError   names saved and names registered differ
-        ├── CollectiveBrokenError    a peer's connection broke; the step is to be done again
-        ├── ReplicasDivergedError    ranks disagree on step, cursor, ids or state
-        ├── BudgetError              a memory or disk budget in bytes would be exceeded
-        ├── RecoveryExhaustedError   failures used up their budget; carries the verdict
-        ├── UsageError               the training loop calls relit in an order that loses data
-        └── DriftError               config, code or data set differ from the run's; carries a diff
+RelitError
+└── PlatformError
+├── StaleMemberError     a member of an older generation or epoch asked for something
+├── StateError
+│   ├── NotSavableError      a registered object's state cannot be saved without pickle
+│   └── StateMismatchError   names saved and names registered differ
+├── CollectiveBrokenError    a peer's connection broke; the step is to be done again
+├── ReplicasDivergedError    ranks disagree on step, cursor, ids or state
+├── BudgetError              a memory or disk budget in bytes would be exceeded
+├── RecoveryExhaustedError   failures used up their budget; carries the verdict
+├── UsageError               the training loop calls relit in an order that loses data
+└── DriftError               config, code or data set differ from the run's; carries a diff
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class PlatformError(RelitError):
 class StaleMemberError(PlatformError):
     """Fields: worker_id, generation, newest, reason."""
 
-    template = "worker {worker_id} of generation {generation} is fenced off ({reason}); newest is {newest}."
+    template = (
+        "worker {worker_id} of generation {generation} is fenced off ({reason}); "
+        "newest is {newest}."
+    )
 
 
 class StateError(PlatformError):
@@ -89,4 +92,7 @@ class DriftError(PlatformError):
     """Fields: what, diff, flag."""
 
     template = "{what} differs from what this run was started with: {diff}."
-    fix = "Pass the flag named after it (--allow-config-change, --allow-code-change, --allow-data-change) to go on."
+    fix = (
+        "Pass the flag named after it (--allow-config-change, --allow-code-change, "
+        "--allow-data-change) to go on."
+    )

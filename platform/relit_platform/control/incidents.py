@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from relit_storage.run import layout
-from relit_storage.stores.protocol import ObjectStore
-
 from relit_platform.facts import Fact
 from relit_platform.machines import incident
+from relit_storage.run import layout
+from relit_storage.stores.protocol import ObjectStore
 
 PREFIX = "incidents/"
 

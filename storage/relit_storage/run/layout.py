@@ -10,7 +10,8 @@
       metrics/<epoch>-<n>.jsonl committed rows only
       tables/<name>/<step>.jsonl      artifacts/<name>   logs/<worker>/<n>.log
       checkpoints/log/<seq>.json      numbered commit log (object tier)
-      checkpoints/steps/<step>/g<generation>/{rank-00000.safetensors, rank-00000.json, manifest.json}
+      checkpoints/steps/<step>/g<generation>/   rank-00000.safetensors, rank-00000.json, and
+                                manifest.json: without it the step does not exist
       result.json               written last: the commit of the whole run
 
 The disk tier of a node uses `checkpoints/steps/...` below `<disk_dir>/<run_id>/`, byte for byte
@@ -54,7 +55,7 @@ def parse_step_prefix(key: str) -> tuple[int, int] | None:
     if not key.startswith(STEPS_PREFIX):
         return None
     parts = key[len(STEPS_PREFIX) :].split("/")
-    if len(parts) < 2 or not parts[0].isdigit() or not parts[1][:1] == "g":
+    if len(parts) < 2 or not parts[0].isdigit() or parts[1][:1] != "g":
         return None
     return (int(parts[0]), int(parts[1][1:])) if parts[1][1:].isdigit() else None
 
