@@ -35,12 +35,14 @@ class SimSupervisor:
         self._workers: list[SimRank] = []
         self._respawning = 0
         self._ready = False
+        self._down = False
         self._new_epoch()
 
     def kill(self) -> None:
         """Its workers end with it, at once or when the next epoch seals the node."""
-        if self.over:
+        if self.over or self._down:
             return
+        self._down = True
         self._clock.say("supervisor dies")
         self._life += 1
         self._unwritten.clear()
@@ -54,6 +56,7 @@ class SimSupervisor:
 
     def _new_epoch(self) -> None:
         self.epoch += 1
+        self._down = False
         self._respawning = 0
         self._ready = False
         self._begin(self._life)
