@@ -88,15 +88,26 @@ def check_phases(record: Record) -> None:
     assert min(record["phases"].values()) >= 0, record
 
 
-def check_one_killed(record: Record, fault: Fault, members: Mapping[int, dict[int, str]]) -> None:
-    """This kill made this record: no step was lost, and the other rank kept its process."""
-    check_phases(record)
-    assert record["cause"]["rank"] == fault["rank"], (fault, record)
-    assert record["lost"]["steps"] == 0, (fault, record)
-    assert record["step"] in (fault["step"] - 1, fault["step"]), (fault, record)
-    before, after = (members[record["generation"][when]] for when in ("before", "after"))
-    changed = [rank for rank in after if after[rank] != before[rank]]
-    assert changed == [fault["rank"]], (fault, before, after)
+def check_kills(job: JobHandle, faults: Sequence[Fault]) -> list[Record]:
+    """The run's records explain exactly these kills, in order; returns them.
+
+    A kill that comes before the recovery from the one before has shown a new step belongs to the
+    same incident. No step was lost, and only the killed ranks got another process.
+    """
+    records: list[Record] = [*job.incidents()]
+    members, left = members_by_generation(job), list(faults)
+    for record in records:
+        check_phases(record)
+        ended = [e["rank"] for e in record["cause"]["evidence"] if e["method"] == "exit"]
+        here, left = left[: len(ended)], left[len(ended) :]
+        assert sorted(ended) == sorted(fault["rank"] for fault in here), (here, record)
+        assert record["step"] in (here[-1]["step"] - 1, here[-1]["step"]), (here, record)
+        assert record["lost"]["steps"] == 0, (here, record)
+        before, after = (members[record["generation"][when]] for when in ("before", "after"))
+        changed = {rank for rank in after if after[rank] != before[rank]}
+        assert changed == set(ended), (here, before, after)
+    assert not left, left
+    return records
 
 
 def members_by_generation(job: JobHandle) -> dict[int, dict[int, str]]:
@@ -110,6 +121,8 @@ def members_by_generation(job: JobHandle) -> dict[int, dict[int, str]]:
 
 def was_waiting(record: Record, members: Mapping[int, dict[int, str]]) -> bool:
     """True if the worker that took the rank over had been started before the fault."""
+    if len({e["worker_id"] for e in record["cause"]["evidence"] if e["method"] == "exit"}) > 1:
+        return False  # one spare, two faults in one incident
     worker = members[record["generation"]["after"]][record["cause"]["rank"]]
     booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     started_s = booted_s + int(worker.rpartition("-")[2]) / os.sysconf("SC_CLK_TCK")

@@ -136,7 +136,7 @@ class RankContext:
         *,
         global_batch: int,
         steps: int | None = None,
-        epochs: float | None = None,
+        epochs: int | None = None,
         micro_batch: int | None = None,
         **order: Any,
     ) -> Iterator[dict[str, torch.Tensor]]:
@@ -374,9 +374,8 @@ class RankContext:
             for p in obj.parameters()
             if p.requires_grad
         ]
-        hook = params[len(params) // 2].register_post_accumulate_grad_hook(
-            lambda _: self._drill.check(rank, step, "backward")
-        )
+        register: Any = params[len(params) // 2].register_post_accumulate_grad_hook
+        hook = register(lambda _: self._drill.check(rank, step, "backward"))
         try:
             yield
         finally:

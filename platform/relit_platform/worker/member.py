@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from relit_platform.errors import CollectiveBrokenError, DriftError, StaleMemberError
 from relit_platform.facts import (
@@ -77,7 +77,7 @@ class Member:
         self._holds = False
         self._lineage: tuple[tuple[int, int], ...] = ()
         self._cursor: Callable[[int], Mapping[str, Any]] = lambda step: {}
-        self._check_cursor: Callable[[Mapping[str, Any]], None] = lambda state: None
+        self._check_cursor: Callable[[dict[str, Any]], Any] = lambda state: None
         self.entered = False
         self.epilogue = False
         self.rank = -1
@@ -88,7 +88,7 @@ class Member:
     def bind_cursor(
         self,
         cursor: Callable[[int], Mapping[str, Any]],
-        check: Callable[[Mapping[str, Any]], None],
+        check: Callable[[dict[str, Any]], Any],
     ) -> None:
         """How to write the data position of a step, and how to check a saved one."""
         self._cursor, self._check_cursor = cursor, check
@@ -242,7 +242,7 @@ class Member:
         """The saved data position must be one of this data set; another one only by name."""
         try:
             if cursor:
-                self._check_cursor(cursor)
+                self._check_cursor(dict(cursor))
         except DatasetChangedError as changed:
             if "data" not in self._config.allow_drift:
                 diff = "; ".join(changed.fields["diff"])
