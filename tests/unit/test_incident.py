@@ -67,6 +67,20 @@ def one(facts: list[Fact]) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.parametrize(("total", "end_s"), [(30, 14.6), (None, 14.9)])
+def test_after_the_last_step_being_in_place_is_all(total: int | None, end_s: float) -> None:
+    begun = fact("loop.begun", 1.5, total_steps=total)
+    record = one([begun, *KILL[:-1], fact("rank.finished", 14.9, 2, rank=0)])
+    assert record["recovered"] and record["lost"]["steps"] == 0
+    assert record["downtime_s"] == pytest.approx(end_s - 10.0)
+
+
+def test_a_last_step_done_again_is_no_new_one_but_the_end_is() -> None:
+    facts = [fact("loop.begun", 1.5, total_steps=30), *KILL[:3], formed(14.3, 2, 29)]
+    record = one([*facts, entered(0, 14.5), entered(1, 14.6), fact("rank.finished", 15.2, 2)])
+    assert record["recovered"] and record["lost"]["steps"] == 1
+
+
 def test_a_killed_rank() -> None:
     record = one(KILL)
     assert record["cause"]["class"] == "worker_crash" and record["cause"]["rank"] == 1

@@ -15,6 +15,8 @@ belongs to it. Facts that it reads (others are passed over):
     generation.formed  all places filled and a source of state chosen
     rank.entered       a rank is in the group and has its state
     step.completed     the first new step of a generation
+    loop.begun         how many steps there are: after the last, being in place again is all
+    rank.finished      the loop is over: it has recovered, with no step left to show it
 
 Phases follow each other without gap, so their sum is the downtime:
 
@@ -67,6 +69,10 @@ def advance(state: IncidentState, fact: Fact) -> tuple[IncidentState, Records]:
             return _entered(state, fact)
         case "step.completed":
             return _completed(state, fact)
+        case "loop.begun":
+            return replace(state, total_steps=int(fact.data.get("total_steps") or 0)), []
+        case "rank.finished":
+            return _finished(state, fact)
     return state, []
 
 
@@ -218,11 +224,20 @@ def _entered(state: IncidentState, fact: Fact) -> tuple[IncidentState, Records]:
     restore_s = max(found.restore_s, float(fact.data.get("restore_s") or 0.0))
     found = replace(found, entered={**found.entered, rank: fact.at_s}, restore_s=restore_s)
     whole = len(found.entered) >= int(found.formed_data.get("world") or 0)
-    if whole and found.formed_data.get("epilogue"):
+    start, total = int(found.formed_data.get("start_step") or 0), state.total_steps
+    if whole and (found.formed_data.get("epilogue") or start >= total > 0):
         # Every step is done: being in place again is all there is to recover.
         record = make_record(found, max(found.entered.values()), recovered=True)
         return replace(state, open=None), [record]
     return replace(state, open=found), []
+
+
+def _finished(state: IncidentState, fact: Fact) -> tuple[IncidentState, Records]:
+    """A loop that came to its end has recovered, whatever else was heard of it."""
+    found = state.open
+    if found is None or not found.formed or fact.generation < found.formed:
+        return state, []
+    return replace(state, open=None), [make_record(found, fact.at_s, recovered=True)]
 
 
 def _completed(state: IncidentState, fact: Fact) -> tuple[IncidentState, Records]:

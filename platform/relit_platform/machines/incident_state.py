@@ -60,9 +60,13 @@ class OpenIncident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentState:
-    """Between incidents: where the run stands. open: the one that is not over."""
+    """Between incidents: where the run stands. open: the one that is not over.
+
+    total_steps: 0 as long as nobody has said how long the run is.
+    """
 
     step: int = 0
+    total_steps: int = 0
     generation: int = 0
     world: int = 0
     open: OpenIncident | None = None

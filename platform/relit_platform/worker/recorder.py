@@ -130,6 +130,7 @@ class Recorder:
         """A new generation was entered; rows after last_row_step are sent again by rank 0."""
         self._place = (rank, generation)
         self._shipped_step = last_row_step
+        self._shipped_at_s = 0.0  # its first step is told at once: the recovery is over then
         self._asked = None  # an answer from before knows nothing of this line
 
     # ---- the boundary ----
