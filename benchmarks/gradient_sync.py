@@ -1,6 +1,6 @@
 """Our gradient sync against DistributedDataParallel: two gloo processes, one thread each.
 
-    python benchmarks/gradient_sync.py [--rounds N] [--out FILE]
+    python benchmarks/gradient_sync.py [--seconds N] [--case NAME] [--bucket-mib N] [--out FILE]
 
 Both loops run in the same two processes and take turns in short blocks, so that a busy machine
 hurts both alike; the figures are medians over all timed steps of rank 0. Ours carries the
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import broadcast, destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from relit.examples.gpt import GPT
@@ -38,6 +38,7 @@ WORLD = 2
 FLOOR = 0.97
 PEER = "DistributedDataParallel(gradient_as_bucket_view=True)"
 HOST = "127.0.0.1"
+ROUNDS = (15, 60)  # at least and at most; a round is one turn of each loop
 Step = Callable[[int], None]
 
 
@@ -112,7 +113,14 @@ def _peer(case: str, rank: int, store: Any) -> tuple[Step, Callable[[], object]]
     return step, destroy_process_group
 
 
-def _rank(rank: int, port: int, case: str, rounds: int, bucket_bytes: int, answers: Any) -> None:
+def agreed_rounds(fit: float, least: int, most: int) -> int:
+    """How many rounds fit into the time, as rank 0 sees it; on every rank."""
+    rounds = torch.tensor([min(most, max(least, int(fit)))])
+    broadcast(rounds, src=0)
+    return int(rounds)
+
+
+def _rank(rank: int, port: int, case: str, seconds: float, bucket_bytes: int, answers: Any) -> None:
     """One process: set both loops up, let them take turns, report rank 0's times."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -132,7 +140,8 @@ def _rank(rank: int, port: int, case: str, rounds: int, bucket_bytes: int, answe
     turn = CASES[case][1]
     times: dict[str, list[float]] = {name: [] for name in loops}
     cpu_s = dict.fromkeys(loops, 0.0)
-    for number in range(rounds + 1):  # the first round only warms up
+    rounds, began_s, number = 1, time.monotonic(), 0
+    while number < rounds + 1:  # the first round only warms up
         for name in sorted(loops, reverse=bool(number % 2)):
             before_s = time.process_time()
             for index in range(turn):
@@ -141,6 +150,9 @@ def _rank(rank: int, port: int, case: str, rounds: int, bucket_bytes: int, answe
                 if number:
                     times[name].append(time.perf_counter() - start)
             cpu_s[name] += (time.process_time() - before_s) if number else 0.0
+        if number == 0:
+            rounds = agreed_rounds(seconds / (time.monotonic() - began_s), *ROUNDS)
+        number += 1
     if rank == 0:
         for name, total in cpu_s.items():
             used = f"{1e3 * total / rounds / turn:.2f} ms CPU per step, fastest fifth"
@@ -157,13 +169,13 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {load}"
 
 
-def measure(case: str, rounds: int, bucket_bytes: int = BUCKET_BYTES) -> dict[str, Any]:
+def measure(case: str, seconds: float, bucket_bytes: int = BUCKET_BYTES) -> dict[str, Any]:
     """Run one case; a row of the result table."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     store, (_, port) = open_rendezvous(HOST)
     ranks = [
-        context.Process(target=_rank, args=(rank, port, case, rounds, bucket_bytes, answers))
+        context.Process(target=_rank, args=(rank, port, case, seconds, bucket_bytes, answers))
         for rank in range(WORLD)
     ]
     for process in ranks:
@@ -189,13 +201,13 @@ def measure(case: str, rounds: int, bucket_bytes: int = BUCKET_BYTES) -> dict[st
 def main() -> int:
     """Measure all cases, print and perhaps write the rows; 1 if one is below its floor."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=30, help="timed turns of each loop")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure a case")
     parser.add_argument("--case", choices=sorted(CASES), action="append")
     parser.add_argument("--bucket-mib", type=float, default=BUCKET_BYTES / (1 << 20))
     parser.add_argument("--out", help="also write the rows to this file")
     options = parser.parse_args()
     bucket_bytes = int(options.bucket_mib * (1 << 20))
-    rows = [measure(case, options.rounds, bucket_bytes) for case in options.case or sorted(CASES)]
+    rows = [measure(case, options.seconds, bucket_bytes) for case in options.case or sorted(CASES)]
     text = json.dumps(rows, indent=1)
     print(text)
     if options.out:

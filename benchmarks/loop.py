@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gradient_sync import HOST, PEER, WORLD, machine
+from gradient_sync import HOST, PEER, WORLD, agreed_rounds, machine
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import broadcast, init_process_group
+from torch.distributed import init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from relit.examples.gpt import DEFAULTS, GPT, SHAPE, learning_rate
@@ -61,7 +61,7 @@ STEPS = 100_000  # of the run as it was asked for; the benchmark ends before
 GLOBAL_BATCH = 32
 CORPUS_FILES = 200
 WRITTEN_AFTER_S = 2.5
-MIN_ROUNDS, MAX_ROUNDS = 6, 40  # of one turn each
+ROUNDS = (6, 40)  # at least and at most; a round is one turn of each loop
 RUN_ID = f"bench-{os.getpid()}"
 NUMBERS = itertools.count(1)
 Step = Callable[[], None]
@@ -270,7 +270,7 @@ def _rank(
     began_s = time.monotonic()
     for name in loops:  # to warm up
         turn(name)
-    for number in range(_agreed_rounds(time.monotonic() - began_s, seconds)):
+    for number in range(agreed_rounds(seconds / (time.monotonic() - began_s), *ROUNDS)):
         for name in sorted(loops, reverse=bool(number % 2)):
             if profile and name == "ours":
                 profiler.enable()
@@ -283,13 +283,6 @@ def _rank(
     if rank == 0:
         answers.put(turns)
     threading.Event().wait()  # until the parent ends both: nobody misses a peer
-
-
-def _agreed_rounds(round_s: float, seconds: float) -> int:
-    """How many rounds fit into `seconds`, as rank 0 sees it."""
-    rounds = torch.tensor([min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds / round_s)))])
-    broadcast(rounds, src=0)
-    return int(rounds)
 
 
 def _timed(step: Step) -> float:
@@ -407,7 +400,7 @@ def _row(name: str, ours: float, peer: float, ratio: float, unit: str) -> dict[s
 def main() -> int:
     """Measure and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long to measure")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure")
     parser.add_argument("--profile", action="store_true", help="cProfile of ours on stderr")
     options = parser.parse_args()
     print(json.dumps(table_rows(measure(options.seconds, options.profile)), indent=1))

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -71,14 +72,24 @@ def parse_rows(output: str) -> list[Row]:
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    table = Table(title="relit against its peers")
+    peers = dict.fromkeys(f"{row['name']}: {row['peer_name']}" for row in rows)
+    table = Table(
+        title="relit against its peers",
+        caption="\n".join(["Peers:", *peers]),
+        caption_justify="left",
+        box=SIMPLE,
+    )
     for title in ("benchmark", "ours", "peer", "unit", "ratio", "floor", ""):
-        table.add_column(title, justify="left" if title in ("benchmark", "unit", "") else "right")
+        table.add_column(
+            title,
+            justify="left" if title in ("benchmark", "unit", "") else "right",
+            no_wrap=title == "benchmark",
+        )
     for row in rows:
         table.add_row(
             str(row["name"]),
             _figure(row["ours"]),
-            f"{_figure(row['peer'])} ({row['peer_name']})",
+            _figure(row["peer"]),
             str(row["unit"]),
             _figure(row["ratio"]),
             _figure(row["floor"]),
