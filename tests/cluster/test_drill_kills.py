@@ -15,13 +15,14 @@ import harness
 import kills
 import pytest
 
-pytestmark = pytest.mark.cluster
-
 HELD = str(Path(__file__).with_name("held.py")) + ":train"
 WAIT, SPARE = (kills.scattered(kills.KILLS, kills.SEED, spare=spare) for spare in (False, True))
 SHORT = 40  # steps of the runs with one or two addressed kills
 STEPS = max(WAIT.steps, SPARE.steps, SHORT)
-PER_KILL_S = 20.0
+PER_KILL_S = 25.0
+RUN_S = harness.WAIT_S + PER_KILL_S * kills.KILLS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(RUN_S + 120.0)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def submitted(lab: Any, name: str, plan: kills.Plan, steps: int, **changes: Any)
     status = lab.root / "store" / "default" / name / "status.json"
     config = {"steps": steps, "hold_at": plan.hold_at, "status": str(status)}
     job = lab.submit(name, entry=HELD, config=config, faults=plan.kills, **changes)
-    job.wait(timeout_s=harness.WAIT_S + PER_KILL_S * len(plan.kills))
+    job.wait(timeout_s=RUN_S)
     return job
 
 
