@@ -168,3 +168,14 @@ def test_rows_of_a_restored_state_end_with_it(bench: Bench) -> None:
         (2, True),
         (3, False),
     ]
+
+
+@pytest.mark.parametrize(("step", "slots"), [(7, 3), (0, 0)], ids=["mid-run", "at the start"])
+def test_a_newcomer_has_a_snapshot_before_its_first_step(
+    bench: Bench, step: int, slots: int
+) -> None:
+    bench.member.step, bench.member.generation = step, 2
+    bench.recorder.rejoined(bench.member, {"step": step})
+    assert len(bench.link.slots) == slots
+    if slots:
+        assert bench.extras()["step"] == step and bench.extras()["generation"] == 2

@@ -269,8 +269,8 @@ class RankContext:
             self._recorder.phase("join", self._member.step)
             self._sync = self._member.make_sync(self._objects)
             self._kept = BoundaryState(self._objects)
-            self._enter(None)
             self._recorder.bind(self._objects)
+            self._enter(None)
         return self._member
 
     def _one_step(self, loader: Loader, micro_batch: int | None) -> Iterator[dict[str, Any]]:
@@ -355,6 +355,8 @@ class RankContext:
             raise StopTraining("nothing left to do")
         self._sync.zero()
         self._kept.capture()
+        if self._loader is not None and not self._member.epilogue:
+            self._recorder.rejoined(self._member, self._loader.state(self._member.step))
 
     def _phase(self, phase: str, drill_phase: str) -> None:
         self._recorder.phase(phase, self._member.step)

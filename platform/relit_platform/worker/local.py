@@ -67,6 +67,9 @@ class LocalRecorder:
     def bind(self, objects: Mapping[str, Any]) -> None:
         """No snapshots here."""
 
+    def rejoined(self, member: Any, cursor: Any) -> None:
+        """No snapshots here."""
+
     def announce(self, total_steps: int | None, data: Any, member: Any) -> None:
         """Nobody to tell."""
 

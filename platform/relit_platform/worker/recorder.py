@@ -123,7 +123,7 @@ class Recorder:
             )
 
     def bind(self, objects: Mapping[str, Any]) -> None:
-        """The registered objects, once the first generation is entered."""
+        """The registered objects, before the first generation is entered."""
         self._objects = objects
 
     def place(self, rank: int, generation: int, last_row_step: int) -> None:
@@ -169,14 +169,34 @@ class Recorder:
             self.drill.check(member.rank, step, "boundary")
         self.phase("data", step)
 
+    def rejoined(self, member: Any, cursor: Mapping[str, Any]) -> None:
+        """A generation begins at a boundary that is not the first: put its state into a slot.
+
+        A newcomer has none of this step yet. If all ranks died before the next boundary, the
+        newest step that is whole in memory would lie two steps back.
+        """
+        if member.step > 0 and self._config.checkpoint.memory_every_steps > 0:
+            self._snapshot(member, cursor, member.step, drill=None)
+
     def _save(self, member: Any, cursor: Mapping[str, Any], step: int, *, last: bool) -> None:
         due = self._config.checkpoint
         to_disk = last or _due(step, due.disk_every_steps)
         if not to_disk and not _due(step, due.memory_every_steps):
             return
+        path = self._snapshot(member, cursor, step, drill=self.drill)
+        if to_disk and path is not None:
+            rank = member.rank
+            self._snapshotter.pin(path)
+            self.manager.send("persisting", step, member.generation, rank, member.world, last)
+            self._agent.send("persist", self._worker_id, path, step, member.generation)
+
+    def _snapshot(
+        self, member: Any, cursor: Mapping[str, Any], step: int, *, drill: Drill | None
+    ) -> str | None:
+        """Into a slot of shared memory: its path, or None if there was no room."""
         tensors, skeleton = self._memo.flatten(self._objects)
         extras = self._extras_text(member, cursor, skeleton)
-        drill, rank = self.drill, member.rank
+        rank = member.rank
         taken = self._snapshotter.take(
             step=step,
             generation=member.generation,
@@ -188,12 +208,9 @@ class Recorder:
         )
         if taken.path is None:
             self._skipped(member, step, taken.reason)
-            return
+            return None
         self._memory_step = step
-        if to_disk:
-            self._snapshotter.pin(taken.path)
-            self.manager.send("persisting", step, member.generation, rank, member.world, last)
-            self._agent.send("persist", self._worker_id, taken.path, step, member.generation)
+        return taken.path
 
     def _skipped(self, member: Any, step: int, reason: str) -> None:
         self._skips += 1
