@@ -22,7 +22,7 @@ ARGS ?=
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: $(STAMP)  ## Train, kill a rank and the supervisor, compare with the undisturbed twin (ARGS='--steps 600')
+run: $(STAMP)  ## Train, kill twice, compare with the twin (ARGS='--steps 300')
 	$(PY) -m relit demo $(ARGS)
 
 test: test-unit test-cluster  ## Unit, simulator and cluster suites
@@ -42,10 +42,10 @@ test-cluster: $(STAMP)  ## Tests on a real local Ray cluster
 sim: $(STAMP)  ## The seeded simulator alone, over many seeds (SEEDS=200)
 	RELIT_SIM_SEEDS=$(SEEDS) $(PYTEST) -q tests/sim
 
-drill: $(STAMP)  ## Real SIGKILLs at random steps on a real cluster (KILLS=20)
+drill: $(STAMP)  ## SIGKILLs at random steps on a real cluster (KILLS=20)
 	RELIT_DRILL_KILLS=$(KILLS) $(PYTEST) -q -s $(or $(DRILLS),$(error no tests/cluster/test_drill_*.py))
 
-bench: $(STAMP)  ## Measure against peers; writes benchmarks/results/latest.json and prints it
+bench: $(STAMP)  ## Measure against peers; writes benchmarks/results/latest.json
 	$(ONE_THREAD) $(PY) benchmarks/run_all.py $(ARGS)
 
 docs: $(STAMP)  ## Check the documents: links, anchors, code examples, make targets
