@@ -32,6 +32,7 @@ from relit.transport import JobTransport, RayJobs
 from relit_storage.errors import ObjectMissingError, StoreError, UnsupportedStoreError
 from relit_storage.run import layout
 from relit_storage.stores.opening import open_store, probe
+from relit_storage.stores.protocol import ObjectStore
 
 DEFAULT_STORE = "~/.relit/store"
 
@@ -118,7 +119,9 @@ class Client:
         if len(keys) > 1:
             names = [key.removeprefix("index/").removesuffix(".json") for key in keys[:8]]
             raise AmbiguousRunError(prefix=run, candidates=", ".join(names))
-        entry = json.loads(store.get(keys[0]))
+        entry = _index_entry(store, keys[0])
+        if entry is None:
+            raise RunNotFoundError(run=run, store=self.store_url)
         return JobHandle(self._reader(entry["run_key"]), self)
 
     def list(self) -> list[dict[str, Any]]:
@@ -126,11 +129,9 @@ class Client:
         store = open_store(self.store_url)
         found = []
         for key in store.list("index/"):
-            try:
-                entry = json.loads(store.get(key))
+            entry = _index_entry(store, key)
+            if entry is not None:
                 found.append({**entry, **self._reader(entry["run_key"]).status()})
-            except (ObjectMissingError, ValueError, KeyError):
-                continue  # deleted while we looked, or no entry of ours
         return sorted(found, key=lambda run: -float(run.get("created_at_s", 0)))
 
     # ---- inside ----
@@ -151,6 +152,19 @@ class Client:
         return JobHandle(reader, client)
 
 
+def _index_entry(store: ObjectStore, key: str) -> dict[str, Any] | None:
+    """An entry of the index; None if it was deleted while we looked, or is no entry of ours."""
+    try:
+        entry = json.loads(store.get(key))
+    except (ObjectMissingError, ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("run_key"), str):
+        return None
+    named = entry["run_key"].rpartition("/")[2] == key.removeprefix("index/").removesuffix(".json")
+    timed = isinstance(entry.get("created_at_s", 0), (int, float))
+    return entry if named and timed and ".." not in entry["run_key"].split("/") else None
+
+
 def check_writable(store_url: str) -> None:
     """Write to the store and, where it is remote, see that it keeps its promises; blocks.
 
@@ -162,7 +176,7 @@ def check_writable(store_url: str) -> None:
             probe(store)
         else:
             key = f"index/.written-{secrets.token_hex(8)}"
-            store.put(key, b"")
+            store.put(key, b"written")  # a full disk still takes an empty file
             store.delete(key)
     except UnsupportedStoreError:
         raise

@@ -13,6 +13,7 @@ variable then gets 401. The local cluster is reachable through loopback only and
 from __future__ import annotations
 
 import fcntl
+import http.client
 import json
 import os
 import shutil
@@ -152,7 +153,7 @@ def in_use(dashboard_url: str) -> bool:
         answer = _get(f"{dashboard_url}/api/v0/actors?{query}")
         actors = answer["data"]["result"]["result"]
         return any(str(actor.get("name", "")).startswith("supervisor/") for actor in actors)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return True
 
 
@@ -206,8 +207,8 @@ def _why_silent(url: str, timeout_s: float) -> str:
             json.load(answer)
     except urllib.error.HTTPError as error:
         return "" if error.code in (401, 403) else f"HTTP {error.code}"
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return str(getattr(error, "reason", error)) or type(error).__name__
     return ""
 
 

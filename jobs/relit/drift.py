@@ -26,7 +26,7 @@ _MAX_LISTED = 12
 
 def stored_spec(reader: RunReader) -> JobSpec:
     """The specification a run was submitted with (or last resumed with)."""
-    text = reader.store.get(layout.CONFIG).decode()
+    text = reader.store.get(layout.CONFIG).decode(errors="replace")
     return files.from_yaml(text, source=f"{reader.run_key}/{layout.CONFIG}")
 
 

@@ -30,6 +30,7 @@ from relit_storage.errors import (
     LeaseHeldError,
     RelitError,
     StorageError,
+    StoreAddressError,
     StoreUnavailableError,
     UnsupportedStoreError,
 )
@@ -159,7 +160,13 @@ class RunNotFoundError(JobError):
     fix = "relit ls shows the runs of a store; --store or RELIT_STORE chooses it."
 
 
-_CALLERS = (DriftError, LeaseHeldError, UnsupportedStoreError, StoreUnavailableError)
+_CALLERS = (
+    DriftError,
+    LeaseHeldError,
+    StoreAddressError,
+    StoreUnavailableError,
+    UnsupportedStoreError,
+)
 
 
 def exit_code(error: BaseException) -> int:

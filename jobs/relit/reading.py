@@ -55,7 +55,10 @@ class RunReader:
     def config(self) -> RunConfig | None:
         """The resolved configuration of the newest attempt; None before it is written."""
         data = self.json(layout.RESOLVED)
-        return None if data is None else RunConfig.from_json(data)
+        try:
+            return None if data is None else RunConfig.from_json(data)
+        except TypeError:
+            return None  # fields missing or unknown
 
     def about(self) -> Json:
         """run.json: owner, time of submit, versions, git commit."""
@@ -68,12 +71,13 @@ class RunReader:
 
     def result(self) -> Json | None:
         """result.json, or None while the run is not over."""
-        return self.json(layout.RESULT)
+        found = self.json(layout.RESULT)
+        return found if found and isinstance(found.get("state"), str) else None
 
     def status(self) -> Json:
         """The newest live status with `state` and `reason` judged anew; three small reads."""
         result = self.result()
-        status = self.json(layout.STATUS) or {}
+        status = self._live()
         files = RunFiles(result=result, status=status) if result else self._files(status)
         state, reason = derive_state(files, self.run_id, self._clock())
         if state == LOST and (result := self.result()):  # written since the first look
@@ -87,7 +91,7 @@ class RunReader:
         until_s: float | None = None
         if lease is not None:
             until_s = 0.0 if lease.released else lease.expires_at_s
-        attempt = self.json(attempts[-1]) if attempts else None
+        attempt = _well_typed(self.json(attempts[-1]) or {}) if attempts else None
         epoch = lease.epoch if lease else 0
         return RunFiles(status=status, attempt=attempt, lease_until_s=until_s, epoch=epoch)
 
@@ -128,18 +132,34 @@ class RunReader:
 
     def worker_of_rank(self, rank: int) -> str | None:
         """Who holds a rank by the newest status; None if nobody is known to."""
-        for worker in (self.json(layout.STATUS) or {}).get("workers", []):
-            if worker.get("rank") == rank:
+        for worker in self._live().get("workers") or []:
+            if isinstance(worker, dict) and worker.get("rank") == rank:
                 return str(worker.get("worker_id"))
         return None
+
+    def _live(self) -> Json:
+        return _well_typed(self.json(layout.STATUS) or {})
 
     def json(self, key: str) -> Json | None:
         """A JSON object of the run directory; None if it is missing or does not parse."""
         try:
             data = json.loads(self.store.get(key))
-        except (ObjectMissingError, ValueError):
+        except (ObjectMissingError, ValueError, RecursionError):
             return None
         return data if isinstance(data, dict) else None
+
+
+_NUMBERS = ("step", "total_steps", "loss", "world", "generation", "recoveries", "epoch", "at_s")
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_NUMBERS, (int, float)),
+    "committed": (dict,),
+    "workers": (list,),
+}
+
+
+def _well_typed(data: Json) -> Json:
+    """Without the fields that readers compute with and that hold something else."""
+    return {k: v for k, v in data.items() if k not in _TYPES or isinstance(v, _TYPES[k])}
 
 
 def _settled(result: Json | None) -> Json:
@@ -147,4 +167,5 @@ def _settled(result: Json | None) -> Json:
     if not result:
         return {}
     names = ["step", "loss", "committed", "total_steps", "value", "finished_at_s", "verdict_code"]
-    return {name: result[name] for name in names if result.get(name) is not None}
+    known = _well_typed(result)
+    return {name: known[name] for name in names if known.get(name) is not None}

@@ -104,11 +104,12 @@ class RayJobs:
         importing.start()
         info = self._cluster()
         importing.join()
+        from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
 
         try:
             self._client = JobSubmissionClient(info.dashboard_url or info.gcs_address)
-        except (RuntimeError, ConnectionError, ValueError) as error:
+        except (RuntimeError, ConnectionError, ValueError, RayError) as error:
             raise self._unreachable(error) from None
         return self._client
 

@@ -238,3 +238,61 @@ def test_every_verb_answers_json() -> None:
         commands = getattr(command, "commands", {verb: command}).values()
         for each in commands:
             assert verb == "completion" or "--json" in {o for p in each.params for o in p.opts}
+
+
+HOSTILE = {
+    "status.json": '{"state":"SUCCEEDED","step":"x","committed":[1],"workers":[1],"epoch":"e"}',
+    "result.json": "{}",
+    "attempts/000001.json": '{"at_s":null}',
+    "config.resolved.json": "{}",
+    "run.json": "[" * 100_000,
+    "incidents/000001.json": '{"headline":[1]}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_damaged_run_directory_is_read_as_far_as_it_goes(shell: Shell, name: str) -> None:
+    run = shell.submit("--run-id", "r1")
+    shell.driver(run).status(state="RUNNING", step=5)
+    reader = Client(transport=FakeJobs()).get(run).reader
+    reader.store.put(name, HOSTILE[name].encode())
+    for verb in (["status"], ["logs", "--rank", "0"], ["incidents"], ["events"], ["result"]):
+        code, _, err = shell.run(verb[0], run, *verb[1:])
+        assert code == (101 if verb == ["result"] else 0), err
+
+
+@pytest.mark.parametrize("entry", ["x", "[]", "{}", '{"run_key":5}', '{"run_key":"../r1"}'])
+def test_an_index_entry_that_is_none_of_ours_is_no_run(shell: Shell, entry: str) -> None:
+    shell.submit("--run-id", "r1")
+    (shell.folder.parent / "store/index/r1.json").write_text(entry)
+    assert shell.run("status", "r1")[0] == 102
+    assert shell.json("ls") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["status", "--nonsense"], 2),
+        (["nosuch"], 2),
+        (["stop", "x", "--timeout", "abc"], 2),
+        (["status", "x", "--store", "nonsense://x"], 2),
+        (["ls", "--store", "s3://"], 2),
+    ],
+)
+def test_with_json_an_error_is_one_object_too(
+    shell: Shell, arguments: list[str], code: int
+) -> None:
+    found, out, _ = shell.run(*arguments, "--json")
+    assert (found, json.loads(out)["exit_code"]) == (code, code)
+
+
+def test_the_unforeseen_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(run: str, store: str | None) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(runs, "find_run", broken)
+    code, out, err = shell.run("status", "r1", "--json")
+    assert (code, json.loads(out)["exit_code"], err.count("\n")) == (1, 1, 1)
+    monkeypatch.setenv("RELIT_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        shell.run("status", "r1")

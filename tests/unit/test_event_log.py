@@ -272,3 +272,10 @@ def test_many_segments_are_read_in_order() -> None:
         line = json.dumps({"seq": number + 1, "kind": f"k{number}"})
         store.put(event_key(1, number), line.encode() + b"\n")
     assert [seq for seq, _ in kinds(store)] == list(range(1, 41))
+
+
+@pytest.mark.parametrize("field", [b'"t":"x"', b'"t":[1]', b'"data":5', b'"a":' + b"[" * 50_000])
+def test_a_line_with_the_wrong_types_is_refused(field: bytes) -> None:
+    store = MemoryStore()
+    store.put(event_key(1, 0), b'{"seq":1,"kind":"a",' + field + b"}\n")
+    assert [event["kind"] for event in read_events(store)] == ["log.refused"]

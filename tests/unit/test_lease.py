@@ -153,3 +153,11 @@ def test_take_gives_up_loudly_when_it_always_loses() -> None:
 
     with pytest.raises(StoreUnavailableError, match="racing"):
         take(Busy(), "a", 0.0)
+
+
+def test_a_record_nested_beyond_reading_counts_as_expired() -> None:
+    store = MemoryStore()
+    store.put(lease_key(3), b"[" * 100_000)
+    found = read_lease(store)
+    assert found is not None
+    assert (found.epoch, found.released) == (3, True)

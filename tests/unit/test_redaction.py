@@ -54,3 +54,9 @@ def test_names(name: str, secret: bool) -> None:
 
 def test_credentials_in_a_url() -> None:
     assert holds_credentials("s3://a:b@c") and not holds_credentials("s3://bucket/a@b")
+
+
+def test_working_folders_are_no_secrets() -> None:
+    environment = {"PWD": "/somewhere/me/work", "OLDPWD": "/somewhere/me", "DB_PWD": "hunter22"}
+    redactor = Redactor.from_environment((), environment)
+    assert redactor.text("/somewhere/me/work hunter22") == "/somewhere/me/work [DB_PWD]"

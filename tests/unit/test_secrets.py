@@ -6,7 +6,7 @@ import pytest
 
 from relit.errors import SecretInSpecError, SpecError
 from relit.spec.model import JobSpec
-from relit.spec.secret_guard import Redactor, is_secret_name
+from relit.spec.secret_guard import Redactor, is_secret_name, refuse
 
 BASE: dict[str, Any] = {"name": "a", "entry": "b:c"}
 SECRET = "value-that-must-not-travel"
@@ -76,3 +76,22 @@ def test_redactor_masks_values_of_secret_variables_and_urls() -> None:
 def test_redactor_masks_the_longer_of_two_values_first() -> None:
     redact = Redactor({"SHORT": "abcdef", "LONG": "abcdef-ghi"})
     assert redact.text("abcdef-ghi abcdef") == "[LONG] [SHORT]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"password": {"value": "x"}},
+        {"https://user:word@host/": 1},
+        {"url": "https://host/x?X-Amz-Signature=abcdef"},
+        {"url": "https://host/x?a=1&access_token=abcdef"},
+        {"headers": {"Authorization": "x"}},
+        {"a": "Bearer eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.abcdefghijk"},
+        {"pat": "github_pat_11AAAAAAA0123456789abcdefghij"},
+    ],
+)
+def test_secrets_below_a_name_in_a_key_or_in_a_query_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(SecretInSpecError):
+        refuse({"config": config})
+    with pytest.raises(SecretInSpecError):
+        refuse({"name": "sk-abcdefghijklmnopqrstuvwxyz123"})

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from relit.errors import BadInputError, SpecError
+from relit.errors import BadInputError, EntryError, SpecError
 from relit.spec import files
+from relit.spec.entry import find_entry
 from relit.spec.model import Checkpoint, JobSpec, Recovery, Scaling
 from relit_platform import run_config
 
@@ -147,3 +148,15 @@ def test_missing_and_huge_files_are_input_errors(tmp_path: Any) -> None:
     (tmp_path / "big.yaml").write_bytes(b"#" * (2 << 20))
     with pytest.raises(BadInputError, match="larger than"):
         files.load(str(tmp_path / "big.yaml"))
+
+
+@pytest.mark.parametrize("value", ["{[1, 2]: 3}", "1" + "0" * 5000, "[" * 3000 + "]" * 3000])
+def test_yaml_that_breaks_the_parser_is_a_spec_error(value: str) -> None:
+    with pytest.raises(SpecError, match="not YAML"):
+        files.from_yaml(f"name: a\nentry: a:b\nconfig: {{a: {value}}}\n")
+
+
+@pytest.mark.parametrize("entry", ["x" * 5000 + ".py:f", "x" * 5000 + ":f", "a\0b.py:f", ".a:f"])
+def test_an_entry_that_is_no_file_name_is_an_entry_error(entry: str) -> None:
+    with pytest.raises(EntryError):
+        find_entry(JobSpec(name="a", entry=entry))

@@ -89,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as error:
+        if "--json" in given:
+            _say_json(type(error).__name__, error.format_message(), error.exit_code)
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -100,6 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except RelitError as error:
         return _report(error, exit_code(error), as_json="--json" in given)
+    except Exception as error:
+        if os.environ.get("RELIT_TRACEBACK"):
+            raise
+        return _report(_internal(error), 1, as_json="--json" in given)
+
+
+def _internal(error: Exception) -> RelitError:
+    """Something nobody foresaw, in one line; the traceback is for whoever asks for it."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    return RelitError(f"internal: {what}. RELIT_TRACEBACK=1 shows where; please report it.")
 
 
 def _report(error: RelitError, code: int, as_json: bool) -> int:
@@ -107,7 +119,10 @@ def _report(error: RelitError, code: int, as_json: bool) -> int:
 
     text = Redactor.from_environment().text(str(error))
     if as_json:
-        body = {"error": type(error).__name__, "message": text, "exit_code": code}
-        click.echo(json.dumps(body))
+        _say_json(type(error).__name__, text, code)
     click.echo(f"error: {text}", err=True)
     return code
+
+
+def _say_json(name: str, message: str, code: int) -> None:
+    click.echo(json.dumps({"error": name, "message": message, "exit_code": code}))

@@ -42,11 +42,14 @@ def find_entry(spec: JobSpec) -> Entry:
     """Locate `spec.entry` on this machine; EntryError says what is missing and what is near."""
     where, function = spec.where, spec.function
     folder = _working_dir(spec)
-    if where.endswith(".py") or "/" in where:
-        entry = _from_file(spec, where, function, folder)
-    else:
-        entry = _from_module(spec, where, function, folder)
-    _check_function(spec, entry)
+    try:
+        if where.endswith(".py") or "/" in where:
+            entry = _from_file(spec, where, function, folder)
+        else:
+            entry = _from_module(spec, where, function, folder)
+        _check_function(spec, entry)
+    except (OSError, ValueError) as error:  # a name too long for a file, or with a zero byte
+        raise EntryError(entry=where[:80], why=f"it cannot be looked for: {error!s:.200}") from None
     return entry
 
 
@@ -75,6 +78,8 @@ def _from_file(spec: JobSpec, where: str, function: str, folder: Path | None) ->
 
 def _from_module(spec: JobSpec, where: str, function: str, folder: Path | None) -> Entry:
     first, *rest = where.split(".")
+    if not all((first, *rest)):
+        raise EntryError(entry=spec.entry, why=f"{where[:80]!r} is no module's name")
     places = [folder] if folder else [Path.cwd(), *(Path(p) for p in sys.path if p)]
     for place in places:
         file = _module_file(place, [first, *rest])

@@ -47,6 +47,10 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     }
 
 
+# Beside its own errors PyYAML lets through what a number of 5,000 digits, a list as a key and
+# 1,000 nested brackets raise.
+_NOT_YAML = (yaml.YAMLError, ValueError, TypeError, RecursionError)
+
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
@@ -54,7 +58,7 @@ def from_yaml(text: str, overrides: Sequence[str] = (), source: str = "the file"
     """Parse and validate; SpecError or SecretInSpecError name what to change."""
     try:
         data = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except _NOT_YAML as error:
         where = " ".join(str(error).split())
         raise SpecError(source=source, problems=f"not YAML: {where:.300}") from None
     if not isinstance(data, dict):
@@ -96,7 +100,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             raise BadInputError(f"override {override!r} is not of the form a.b=value.")
         try:
             value = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError:
+        except _NOT_YAML:
             value = text
         _set(changed, path.strip().split("."), value, override)
     return changed

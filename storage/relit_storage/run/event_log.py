@@ -227,7 +227,9 @@ def _overflow(fact: Mapping[str, Any], dropped: int) -> dict[str, Any]:
 
 def _is_event(row: Mapping[str, Any]) -> bool:
     seq = row.get("seq")
-    return isinstance(seq, int) and seq > 0 and isinstance(row.get("kind"), str)
+    known = isinstance(seq, int) and seq > 0 and isinstance(row.get("kind"), str)
+    timed = isinstance(row.get("t"), (int, float, type(None)))
+    return known and timed and isinstance(row.get("data"), (dict, type(None)))
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:

@@ -162,7 +162,7 @@ def read_lease(store: ObjectStore) -> LeaseRecord | None:
         record = LeaseRecord.from_bytes(store.get(lease_key(newest)))
         if record.epoch == newest:
             return record
-    except (ValueError, TypeError, ObjectMissingError):
+    except (ValueError, TypeError, RecursionError, ObjectMissingError):
         pass
     return LeaseRecord(
         run="",

@@ -13,13 +13,14 @@ from typing import Any
 
 _SECRET = re.compile(
     r"password|passwd|passphrase|secret|api_?key|access_?key|private_?key|auth_?token|credential"
-    r"|(?:^|_)token$|(?:^|_)pwd$"
+    r"|(?:^|_)token$|(?:^|_)pwd$|authorization"
 )
 # A text model's special tokens and counts are called *_token too.
 _TEXT_TOKEN = re.compile(
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|start|end|stop|image|special|first|last|next|per"
     r"|eot|prefix|suffix)_token$"
 )
+_FOLDERS = frozenset({"PWD", "OLDPWD"})  # the shell's working folders, in every environment
 _URL_CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*://)[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 _MIN_MASKED = 6  # masking "1" or "yes" would garble every line and hides nothing
 
@@ -51,7 +52,11 @@ class Redactor:
     ) -> Redactor:
         """Knows every variable with a secret-like name, and those in `names`."""
         source = os.environ if environ is None else environ
-        chosen = {k: v for k, v in source.items() if k in names or is_secret_name(k)}
+        chosen = {
+            k: v
+            for k, v in source.items()
+            if k in names or (is_secret_name(k) and k not in _FOLDERS)
+        }
         return cls(chosen)
 
     def text(self, text: str) -> str:

@@ -154,7 +154,7 @@ def parse_segment(epoch: int, number: int, data: bytes, valid: Valid) -> Segment
             if not isinstance(row, dict) or not valid(row):
                 raise ValueError("not a line of this log")
             rows.append(row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             reasons.append(f"line {place + 1}: {error}")
     return Segment(epoch, number, tuple(rows), len(reasons), reasons[0] if reasons else "")
 
