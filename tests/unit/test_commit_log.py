@@ -244,3 +244,10 @@ def test_fold_is_independent_of_reading_order() -> None:
     ]
     assert fold(records) == fold(reversed(records))
     assert [record.step for record in fold(records).commits] == [5, 4, 3, 2, 1]
+
+
+def test_a_record_nested_beyond_reading_is_refused() -> None:
+    store = MemoryStore()
+    store.put(log_key(1), b"[" * 100_000)
+    view = CommitLog(store).replay()
+    assert (view.commits, len(view.refused)) == ((), 1)

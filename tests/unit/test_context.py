@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from relit_platform.errors import CollectiveBrokenError, UsageError
+from relit_platform.errors import CollectiveBrokenError, NotSavableError, UsageError
 from relit_platform.facts import FaultReport
 from relit_platform.worker.context import RankContext, call_train
 from relit_platform.worker.drill import Drill
@@ -211,3 +211,29 @@ def step_twice(run: RankContext, net: nn.Module, optimizer: torch.optim.Optimize
 def test_misuse_is_named(act: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         misuse(act)
+
+
+class Unsavable:
+    """Its state holds a function."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": {"hook": print}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_what_a_cluster_would_refuse_a_local_run_refuses_too() -> None:
+    def loop(run: RankContext) -> None:
+        net = nn.Linear(8, 1)
+        run.register(net=net, optimizer=torch.optim.SGD(net.parameters()), thing=Unsavable())
+        for _ in run.batches(Numbers(), global_batch=8, steps=1):
+            break
+
+    with pytest.raises(NotSavableError, match=r"thing\.inner\.hook.*state_dict"):
+        local_run(loop)
+    for name in ("../x", "a/../../x", "/x", ""):
+        given = {"name": name}
+        with pytest.raises(ValueError, match="relative path"):
+            local_run(lambda run, cfg: run.table(cfg["name"], []), given)
+        with pytest.raises(ValueError, match="relative path"):
+            local_run(lambda run, cfg: run.save_artifact(cfg["name"], b""), given)

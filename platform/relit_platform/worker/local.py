@@ -3,7 +3,8 @@
     value = local_run(train, {"lr": 0.1}, seed=0)
 
 One rank of one; `run.*` behaves as on a cluster, except that nothing is saved and nothing is
-recovered. The metric rows are handed back, so that a test can compare losses.
+recovered; state that a cluster could not save is refused here too. The metric rows are handed
+back, so that a test can compare losses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from relit_platform.worker.context import RankContext, StopTraining, call_train
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.gradient_sync import GradientSync
 from relit_platform.worker.process_group import Group
+from relit_platform.worker.state_tree import flatten
 from relit_storage.data.ledger import LedgerRow
+from relit_storage.run.layout import checked_name
 
 
 @dataclass(slots=True)
@@ -59,13 +62,16 @@ class LocalRecorder:
     rows: list[dict[str, Any]] = field(default_factory=list)
     tables: dict[tuple[str, int], list[dict[str, Any]]] = field(default_factory=dict)
     artifacts: dict[str, bytes | str] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
     stop_requested: bool = False
 
     def phase(self, name: str, step: int) -> None:
         """No heartbeat here."""
 
     def bind(self, objects: Mapping[str, Any]) -> None:
-        """No snapshots here."""
+        """No snapshots here, but what could not be saved is found here already."""
+        self.objects = objects
+        flatten(objects)
 
     def rejoined(self, member: Any, cursor: Any) -> None:
         """No snapshots here."""
@@ -76,7 +82,9 @@ class LocalRecorder:
     def completed(
         self, *, member: Any, ledger: LedgerRow, loss: float, logged: Mapping[str, float], **_: Any
     ) -> None:
-        """Keep the row."""
+        """Keep the row. The first step may have made state, such as an optimizer's."""
+        if not self.rows:
+            flatten(self.objects)
         self.rows.append(
             {
                 "step": member.step,
@@ -91,11 +99,11 @@ class LocalRecorder:
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the table."""
-        self.tables[(name, step)] = [dict(row) for row in rows]
+        self.tables[(checked_name(name), step)] = [dict(row) for row in rows]
 
     def artifact(self, name: str, content: bytes | str) -> None:
         """Keep the artifact."""
-        self.artifacts[name] = content
+        self.artifacts[checked_name(name)] = content
 
 
 @dataclass(frozen=True, slots=True)

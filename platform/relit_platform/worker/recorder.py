@@ -27,6 +27,7 @@ from relit_platform.worker.manager_client import ActorLink
 from relit_platform.worker.snapshot import Snapshotter
 from relit_platform.worker.state_memo import StateMemo
 from relit_storage.data.ledger import LedgerRow
+from relit_storage.run.layout import checked_name
 from relit_storage.stores.protocol import ObjectStore
 
 ROWS_KEPT = 4096  # while the store is away; else a few seconds' worth
@@ -311,11 +312,11 @@ class Recorder:
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """tables/<name>/<step>.jsonl in the run directory."""
         body = "".join(json.dumps(dict(row)) + "\n" for row in rows)
-        self.store.put(f"tables/{_safe(name)}/{step:012d}.jsonl", body.encode())
+        self.store.put(f"tables/{checked_name(name)}/{step:012d}.jsonl", body.encode())
 
     def artifact(self, name: str, content: bytes | str) -> None:
         """artifacts/<name>: bytes as they are, or the file at a path."""
-        key = f"artifacts/{_safe(name)}"
+        key = f"artifacts/{checked_name(name)}"
         if isinstance(content, bytes):
             self.store.put(key, content)
         else:
@@ -339,13 +340,6 @@ class Recorder:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _safe(name: str) -> str:
-    parts = name.split("/")
-    if not name or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"name {name!r} must be a relative path without '.' or '..'")
-    return name
 
 
 def dump_value(value: Any) -> str:

@@ -55,7 +55,7 @@ class LogRecord:
         try:
             fields: dict[str, Any] = json.loads(data)
             record = cls(**fields)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ManifestError(file=key, reason=f"not a log record: {error}") from error
         for reason in _faults(record):
             raise ManifestError(file=key, reason=reason)

@@ -98,3 +98,11 @@ def attempt_key(number: int) -> str:
 def index_key(run_id: str) -> str:
     """At the root of a store, beside the experiments: where to find a run by its id."""
     return f"index/{run_id}.json"
+
+
+def checked_name(name: str) -> str:
+    """A user's name of a table or an artifact; ValueError if it would leave its folder."""
+    parts = name.split("/")
+    if not name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"name {name!r} must be a relative path without '.' or '..'")
+    return name
