@@ -121,7 +121,7 @@ def members_by_generation(job: JobHandle) -> dict[int, dict[int, str]]:
 
 def was_waiting(record: Record, members: Mapping[int, dict[int, str]]) -> bool:
     """True if the worker that took the rank over had been started before the fault."""
-    if len({e["worker_id"] for e in record["cause"]["evidence"] if e["method"] == "exit"}) > 1:
+    if sum(e["method"] == "exit" for e in record["cause"]["evidence"]) > 1:
         return False  # one spare, two faults in one incident
     worker = members[record["generation"]["after"]][record["cause"]["rank"]]
     booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -86,6 +86,15 @@ def test_the_whole_way() -> None:
     assert not game.book.saving
 
 
+def test_a_step_whose_other_rank_died_is_given_up_with_the_next_commit() -> None:
+    game = Game().feed(shard(20, rank=1))
+    game.feed(GenerationFormed(generation=2, start_step=20))
+    assert game.phase(20) == "open" and game.book.saving  # the agent may still find the other part
+    game.committed(20, generation=2)
+    assert game.phase(20, 1) == "abandoned" and game.of(Discard)
+    assert game.book.newest("disk") == 20
+
+
 def test_the_last_step_is_uploaded_even_if_nobody_was_heard_saying_so() -> None:
     game = Game().durable(20).committed(33)
     assert not game.of(Upload)

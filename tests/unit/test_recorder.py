@@ -29,6 +29,7 @@ class Link:
         self.batches: list[RowBatch] = []
         self.written: int | None = 0
         self.slots: list[str] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def call(self, method: str, *args: Any, **_: Any) -> Any:
         if method == "open_slots":
@@ -40,6 +41,7 @@ class Link:
         return self.send(method, *args)
 
     def send(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, *args))
         if method == "rows":
             self.batches.append(args[0])
         return self.written
@@ -120,6 +122,17 @@ def test_a_snapshot_holds_the_rows_that_are_not_written(bench: Bench) -> None:
     bench.complete(3)  # asked with the first, heard with the second, in the snapshot of the third
     assert [row["step"] for row in bench.extras()["rows"]] == [3, 4, 5, 6]
     assert bench.link.sent() == [[1], [2], [3], [4], [5], [6]]
+
+
+def test_the_last_step_is_saved_once_in_each_generation(bench: Bench) -> None:
+    def persists() -> list[tuple[int, int]]:
+        return [call[3:] for call in bench.link.calls if call[0] == "persist"]
+
+    bench.complete(2)
+    for generation in (1, 1, 2):
+        bench.member.generation = generation
+        bench.recorder.save_last(bench.member, {"step": 2})
+    assert persists() == [(2, 1), (2, 2)]
 
 
 def test_the_text_beside_a_snapshot_is_what_a_broadcast_sends(bench: Bench) -> None:

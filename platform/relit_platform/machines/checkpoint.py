@@ -5,7 +5,8 @@
     from                event (guard)                          to         actions
     -                   Persisting, ShardPersisted (on line)   OPEN       too many: abandon one
     OPEN                ShardPersisted (all ranks in)          PERSISTED  Publish
-    PERSISTED           Published                              COMMITTED  retain disk; Upload
+    PERSISTED           Published                              COMMITTED  retain disk; Upload;
+                                                                          older OPEN ones: Discard
     COMMITTED           (due, no upload is running)            UPLOADING  Upload
     the newest          Finishing                              unchanged  due from now on
     UPLOADING           ShardUploaded (all ranks in)           UPLOADING  LogCommit
@@ -158,8 +159,19 @@ def _published(book: CheckpointBook, event: Published, now: float) -> Outcome:
         "bytes": sum(shard.num_bytes for shard in known.shards.values()),
         "seconds": round(seconds + now - known.since_s, 6),
     }
-    book, actions = _retain(_put(book, known), "disk")
-    return book, [_note("ckpt.committed", known, data), *actions]
+    book, actions = _superseded(_put(book, known), known)
+    book, more = _retain(book, "disk")
+    return book, [_note("ckpt.committed", known, data), *actions, *more]
+
+
+def _superseded(book: CheckpointBook, by: Checkpoint) -> Outcome:
+    """Give up older steps that lack a shard: each rank persists in order, so it will not come."""
+    actions = []
+    for known in list(book.steps.values()):
+        if known.phase is OPEN and _age(known) < _age(by):
+            book, more = _abandon(book, known, "superseded by a newer step")
+            actions.extend(more)
+    return book, actions
 
 
 def _shard_uploaded(book: CheckpointBook, event: ShardUploaded) -> Outcome:

@@ -162,6 +162,7 @@ class RankContext:
             while not self._finished(self._loader):
                 yield from self._one_step(self._loader, micro_batch)
                 self._end_step()
+            self._save_the_end(self._loader)
             if self._all_here():
                 return
 
@@ -329,6 +330,13 @@ class RankContext:
     def _finished(self, loader: Loader) -> bool:
         end = loader.num_steps
         return self._member.epilogue or (end is not None and self._member.step >= end)
+
+    def _save_the_end(self, loader: Loader) -> None:
+        """After a recovery at the very end nobody completes a step, and the last one is on no
+        disk: who died had not saved its part of it.
+        """
+        if self._member.step and not self._member.epilogue:
+            self._recorder.save_last(self._member, loader.state(self._member.step))
 
     def _all_here(self) -> bool:
         """True once every rank has completed this step; False after a recovery.

@@ -97,6 +97,9 @@ class LocalRecorder:
             }
         )
 
+    def save_last(self, member: Any, cursor: Mapping[str, Any]) -> None:
+        """Nothing is saved."""
+
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the table."""
         self.tables[(checked_name(name), step)] = [dict(row) for row in rows]

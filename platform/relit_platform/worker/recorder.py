@@ -87,6 +87,7 @@ class Recorder:
         self._oldest = (0, 0.0)  # step of the oldest row kept, and since when it is
         self._place = (0, 0)  # rank, generation
         self._memory_step: int | None = None
+        self._on_disk = (0, 0)  # newest step, and its generation, that was asked to be persisted
         self._skips = 0
         self.drill: Drill | None = None
         self._data_id = ""
@@ -179,6 +180,11 @@ class Recorder:
         if member.step > 0 and self._config.checkpoint.memory_every_steps > 0:
             self._snapshot(member, cursor, member.step, drill=None)
 
+    def save_last(self, member: Any, cursor: Mapping[str, Any]) -> None:
+        """Save the last step of all, unless this rank did so in this generation."""
+        if self._on_disk != (member.step, member.generation):
+            self._save(member, cursor, member.step, last=True)
+
     def _save(self, member: Any, cursor: Mapping[str, Any], step: int, *, last: bool) -> None:
         due = self._config.checkpoint
         to_disk = last or _due(step, due.disk_every_steps)
@@ -190,6 +196,7 @@ class Recorder:
             self._snapshotter.pin(path)
             self.manager.send("persisting", step, member.generation, rank, member.world, last)
             self._agent.send("persist", self._worker_id, path, step, member.generation)
+            self._on_disk = (step, member.generation)
 
     def _snapshot(
         self, member: Any, cursor: Mapping[str, Any], step: int, *, drill: Drill | None
