@@ -116,6 +116,8 @@ def test_killed_when_nothing_is_left_but_the_end(
     plan = kills.Plan([kills.kill(*AT_THE_END[name])])
     job = submitted(lab, f"kills-last-{name}", plan, SHORT)
     kills.check_exact(job, calm, lab.data, SHORT)
-    assert job.result()["value"]["test_accuracy"] > 0
+    result = job.result()
+    assert result["value"]["test_accuracy"] > 0
+    assert (result["committed"]["disk"], result["committed"]["object"]) == (SHORT, SHORT)
     assert all(record["recovered"] for record in job.incidents()), job.incidents()
     assert lab.leaks(job.id) == []
