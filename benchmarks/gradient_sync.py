@@ -1,6 +1,6 @@
 """Our gradient sync against DistributedDataParallel: two gloo processes, one thread each.
 
-    python benchmarks/gradient_sync.py [--seconds N] [--case NAME] [--bucket-mib N] [--out FILE]
+    python benchmarks/gradient_sync.py [--seconds N] [--case NAME] [--bucket-mib N] [--noise]
 
 Both loops run in the same two processes and take turns in short blocks, so that a busy machine
 hurts both alike; the figures are medians over all timed steps of rank 0. Ours carries the
@@ -8,6 +8,7 @@ float64 control vector of a real step, the peer carries nothing extra. Prints a 
 {name, ours, peer, peer_name, ratio, floor, unit, command, machine}; ratio is the throughput of
 ours over the peer's, floor the least that is accepted. On stderr: CPU time per step of rank 0, and
 the wall time that the fastest fifth of its steps took at most, which a busy machine disturbs less.
+`--noise` runs the peer in both places: how far its ratio is from 1 is what the machine adds.
 """
 
 from __future__ import annotations
@@ -97,9 +98,8 @@ def _ours(
     return step, lambda: close_group(group)
 
 
-def _peer(case: str, rank: int, store: Any) -> tuple[Step, Callable[[], object]]:
+def _peer(case: str) -> tuple[Step, Callable[[], object]]:
     model, loss_of = CASES[case][0](0)
-    init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -110,7 +110,7 @@ def _peer(case: str, rank: int, store: Any) -> tuple[Step, Callable[[], object]]
         torch.autograd.backward(loss)
         optimizer.step()
 
-    return step, destroy_process_group
+    return step, lambda: None
 
 
 def agreed_rounds(fit: float, least: int, most: int) -> int:
@@ -120,7 +120,9 @@ def agreed_rounds(fit: float, least: int, most: int) -> int:
     return int(rounds)
 
 
-def _rank(rank: int, port: int, case: str, seconds: float, bucket_bytes: int, answers: Any) -> None:
+def _rank(
+    rank: int, port: int, case: str, seconds: float, bucket_bytes: int | None, answers: Any
+) -> None:
     """One process: set both loops up, let them take turns, report rank 0's times."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -135,8 +137,9 @@ def _rank(rank: int, port: int, case: str, seconds: float, bucket_bytes: int, an
         endpoint=(HOST, port),
         source=source,
     )
-    ours = _ours(case, assignment, store, bucket_bytes)
-    loops = {"ours": ours, "peer": _peer(case, rank, store)}
+    init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    ours = _ours(case, assignment, store, bucket_bytes) if bucket_bytes else _peer(case)
+    loops = {"ours": ours, "peer": _peer(case)}
     turn = CASES[case][1]
     times: dict[str, list[float]] = {name: [] for name in loops}
     cpu_s = dict.fromkeys(loops, 0.0)
@@ -161,6 +164,7 @@ def _rank(rank: int, port: int, case: str, seconds: float, bucket_bytes: int, an
         answers.put({name: statistics.median(values) for name, values in times.items()})
     for _, close in loops.values():
         close()
+    destroy_process_group()
 
 
 def machine() -> str:
@@ -169,8 +173,8 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {load}"
 
 
-def measure(case: str, seconds: float, bucket_bytes: int = BUCKET_BYTES) -> dict[str, Any]:
-    """Run one case; a row of the result table."""
+def measure(case: str, seconds: float, bucket_bytes: int | None = BUCKET_BYTES) -> dict[str, Any]:
+    """Run one case; a row of the result table. bucket_bytes None: the peer against itself."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     store, (_, port) = open_rendezvous(HOST)
@@ -186,12 +190,12 @@ def measure(case: str, seconds: float, bucket_bytes: int = BUCKET_BYTES) -> dict
     del store
     ours, peer = 1 / medians["ours"], 1 / medians["peer"]
     return {
-        "name": CASES[case][2],
+        "name": CASES[case][2] if bucket_bytes else f"noise_sync_{case}_ddp_vs_ddp",
         "ours": round(ours, 2),
         "peer": round(peer, 2),
         "peer_name": PEER,
         "ratio": round(ours / peer, 4),
-        "floor": CASES[case][3],
+        "floor": CASES[case][3] if bucket_bytes else None,
         "unit": "steps/s",
         "command": "python benchmarks/gradient_sync.py",
         "machine": machine(),
@@ -204,9 +208,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure a case")
     parser.add_argument("--case", choices=sorted(CASES), action="append")
     parser.add_argument("--bucket-mib", type=float, default=BUCKET_BYTES / (1 << 20))
+    parser.add_argument("--noise", action="store_true", help="the peer against itself")
     parser.add_argument("--out", help="also write the rows to this file")
     options = parser.parse_args()
-    bucket_bytes = int(options.bucket_mib * (1 << 20))
+    bucket_bytes = None if options.noise else int(options.bucket_mib * (1 << 20))
     rows = [measure(case, options.seconds, bucket_bytes) for case in options.case or sorted(CASES)]
     text = json.dumps(rows, indent=1)
     print(text)
