@@ -179,6 +179,7 @@ def test_people_get_lines_and_a_table(shell: Shell) -> None:
 def test_incidents_and_the_value_are_told(shell: Shell) -> None:
     run = shell.submit()
     driver = shell.driver(run)
+    assert "No incident" in shell.run("incidents", run)[1]
     driver.store.put("incidents/000001.json", b'{"headline": "Incident 1: gone. Back."}')
     driver.result(time.time(), state="SUCCEEDED", value={"loss": 0.5, "text": "a\nb"})
     assert shell.run("incidents", run)[1] == "Incident 1: gone. Back.\n"

@@ -133,10 +133,13 @@ def events(run: str, follow: bool, since: int, kind: str, store: str | None, out
 def incidents(run: str, store: str | None, out: Output) -> None:
     """Print a run's incidents: cause, steps lost, and where the time went; --json has it all."""
     job = find_run(run, store)
-    for incident in job.incidents():
+    found = job.incidents()
+    for incident in found:
         out.data(incident)
         if not out.as_json:
             click.echo(str(incident.get("headline", "")))
+    if not found:
+        out.say(f"No incident: nothing has failed in run {job.id} so far.")
 
 
 @click.command(short_help="Print how a run ended; exits as the run did.")
