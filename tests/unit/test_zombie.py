@@ -24,16 +24,17 @@ from relit_storage.errors import FencedError, LeaseHeldError
 from relit_storage.run.lease import Lease
 
 OLD, NEW = 1, 2
+FORMED = 3  # a manager created anew leaves out one number: its predecessor may have used it
 
 
 @pytest.fixture
 def life(tmp_path: Path) -> Iterator[Life]:
-    """Epoch 2, generation 2, restored from step 20 of generation 1."""
+    """Epoch 2, its first generation, restored from step 20 of generation 1."""
     stopped_run.save(tmp_path, (10, 20))
     life = Life(tmp_path, epoch=NEW)
     replies = life.join(*(request(name, epoch=NEW) for name in ("a", "b")))
-    assert all(isinstance(r, Assignment) and r.generation == NEW for r in replies)
-    life.keeper.seal(NEW, NEW)
+    assert all(isinstance(r, Assignment) and r.generation == FORMED for r in replies)
+    life.keeper.seal(NEW, FORMED)
     yield life
     life.close()
 
@@ -71,8 +72,8 @@ def test_what_is_fenced(life: Life, door: str) -> None:
 def test_a_member_of_the_old_generation_gets_no_place(life: Life, epoch: int) -> None:
     zombie = request("w0", rank=0, gen=OLD, step=25, epoch=epoch)
     [reply] = life.join(zombie)
-    assert isinstance(reply, Refused) and reply.newest_generation == NEW
-    assert life.coordinator.status()["generation"] == NEW
+    assert isinstance(reply, Refused) and reply.newest_generation == FORMED
+    assert life.coordinator.status()["generation"] == FORMED
 
 
 def test_rows_of_the_old_generation_are_counted_and_dropped(life: Life) -> None:
