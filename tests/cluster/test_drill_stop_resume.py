@@ -17,8 +17,9 @@ from relit.handle import JobHandle
 
 pytestmark = pytest.mark.cluster
 
-STEPS = 700
-STOPS = {"ctrl-c": 100, "relit stop": 300, "end of the job": 500}
+STEPS = 1000
+DRIFT_STEPS = 600
+STOPS = {"ctrl-c": 100, "relit stop": 400, "end of the job": 700}
 CODE = """
 from relit.examples import digits
 
@@ -29,7 +30,7 @@ def train(run, cfg):
 """
 
 
-def check_stopped(lab: Any, job: JobHandle, asked_at: int) -> int:
+def check_stopped(job: JobHandle, asked_at: int) -> int:
     """Everything that a stop promises; the step at which the run stands."""
     status = job.status()
     assert status["state"] == "STOPPED", status
@@ -37,45 +38,45 @@ def check_stopped(lab: Any, job: JobHandle, asked_at: int) -> int:
     assert asked_at <= step < STEPS
     assert [row["step"] for row in job.metrics()] == list(range(1, step + 1))
     assert (status["committed"]["disk"], status["committed"]["object"]) == (step, step)
-    assert lab.leaks(job.id) == []
     return step
 
 
-def started_at(job: JobHandle) -> tuple[int, str]:
-    """Start step and tier of the newest generation."""
-    formed = [e["data"] for e in job.events() if e["kind"] == "generation.formed"][-1]
-    return int(formed["start_step"]), str(formed["tier"])
+def restored(job: JobHandle) -> list[tuple[int, str]]:
+    """Step and tier of every restore, in order."""
+    formed = [event["data"] for event in job.events() if event["kind"] == "generation.formed"]
+    return [(d["start_step"], d["tier"]) for d in formed if d["source"] == "checkpoint"]
 
 
-def stop_by(how: str, lab: Any, process: Any) -> int:
-    """Stop the run that `process` waits for, in one of three ways; checks exit codes."""
-    job = shell.job_of(lab.root / "store", "stopped")
+def stop_by(how: str, lab: Any, job: JobHandle, waiting: Any) -> int:
+    """Stop the run in one of three ways; the step at which it stands, and the exit codes."""
     status = harness.at_step(job, STOPS[how])
     store = str(lab.root / "store")
     if how == "ctrl-c":
-        process.send_signal(signal.SIGINT)
+        waiting.send_signal(signal.SIGINT)
+        assert shell.end(waiting).code == 103
     elif how == "relit stop":
-        said = shell.relit_cli("stop", job.id, "--store", store)
-        assert said.code == 103, said
+        assert shell.relit_cli("stop", job.id, "--store", store).code == 103
     else:
         for pid in victims.pids_of(job, status, "driver"):
             victims.send(pid, signal.SIGTERM)
-    said = shell.end(process)
-    assert said.code == 103, said
-    return check_stopped(lab, job, STOPS[how])
+        job.wait(timeout_s=harness.WAIT_S)
+    assert shell.relit_cli("result", job.id, "--store", store).code == 103
+    return check_stopped(job, STOPS[how])
 
 
 def test_a_stop_commits_and_a_resume_goes_on_right_there(lab: Any, tmp_path: Path) -> None:
     calm = lab.run("stop-calm", steps=STEPS)
     spec = shell.write_spec(tmp_path, lab.spec("stopped", steps=STEPS))
-    process = shell.start("submit", spec, "--wait")
+    waiting = shell.start("submit", spec, "--wait")
+    job = shell.job_of(lab.root / "store", "stopped")
+    steps = []
     for how in STOPS:
-        step = stop_by(how, lab, process)
-        process = shell.start("resume", "stopped", "--store", str(lab.root / "store"), "--wait")
-        job = shell.job_of(lab.root / "store", "stopped")
-        harness.at_step(job, step + 1)
-        assert started_at(job) == (step, "disk")
-    assert shell.end(process).code == 0
+        steps.append(stop_by(how, lab, job, waiting))
+        if how != "relit stop":  # that one is resumed while its supervisor still cleans up
+            assert lab.leaks(job.id) == []
+        assert shell.relit_cli("resume", job.id, "--store", str(lab.root / "store")).code == 0
+    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
+    assert restored(job) == [(step, "disk") for step in steps]
     assert harness.losses(job) == harness.losses(calm)
     assert job.incidents() == []
     assert lab.leaks(job.id) == []
@@ -91,14 +92,14 @@ def test_what_decides_the_losses_changes_by_name_only(lab: Any, tmp_path: Path) 
     (code / "job.py").write_text(CODE.format(lr=0.002))
     spec = lab.spec(
         "drift",
-        steps=60,
+        steps=DRIFT_STEPS,
         entry="job.py:train",
         config={"data": str(data)},
         env={"working_dir": str(code)},
     )
     path = shell.write_spec(tmp_path, spec)
     job = relit.submit(spec)
-    harness.until(job, lambda status: status["state"] == "RUNNING")
+    harness.at_step(job, 1)
     job.stop()
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "STOPPED"
     resume = ("resume", "drift", "--store", str(lab.root / "store"))
@@ -116,4 +117,4 @@ def test_what_decides_the_losses_changes_by_name_only(lab: Any, tmp_path: Path) 
     flags = ("--allow-code-change", "--allow-data-change")
     said = shell.relit_cli(*resume, "--spec", path, *flags, "--wait")
     assert said.code == 0, said
-    assert [row["step"] for row in job.metrics()] == list(range(1, 61))
+    assert [row["step"] for row in job.metrics()] == list(range(1, DRIFT_STEPS + 1))
