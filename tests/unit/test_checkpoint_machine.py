@@ -238,6 +238,14 @@ def test_adopting_what_is_known_already() -> None:
     assert game.phase(5) == "abandoned" and game.of(Discard), "a deletion that was lost"
 
 
+def test_what_is_found_off_the_line_is_deleted_everywhere() -> None:
+    whole = {s.rank: s for s in shards(31)}
+    there = Checkpoint(step=31, generation=1, world=2, shards=whole, on_disk=True, on_object=True)
+    game = Game().feed(GenerationFormed(generation=2, start_step=30), Adopted(checkpoint=there))
+    assert [gone.tier for gone in game.of(Discard)] == ["disk", "object"]
+    assert (31, 1) not in game.book.steps
+
+
 def test_the_book_stays_bounded() -> None:
     game = Game(replace(LIMITS, object_every_steps=0, max_remembered=10))
     for step in range(1, 60):

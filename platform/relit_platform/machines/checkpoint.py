@@ -37,6 +37,7 @@ from relit_platform.machines.checkpoint_state import (
     TERMINAL,
     Adopted,
     Checkpoint,
+    CheckpointAction,
     CheckpointBook,
     CheckpointEvent,
     CheckpointPhase,
@@ -228,15 +229,13 @@ def _generation_formed(book: CheckpointBook, event: GenerationFormed) -> Outcome
 def _adopted(book: CheckpointBook, found: Checkpoint, now: float) -> Outcome:
     known = book.steps.get(found.key)
     if known is not None and known.phase in TERMINAL:
-        left = found.nodes if found.on_disk or found.shards else ()
-        late = _discard(known.key, "disk", left, "found after it was given up")
-        return book, [late] if left else []
+        return book, _discards(found, "found after it was given up")
     if known is not None:
         found = _merged(known, found)
         if found.phase is not OPEN and not found.on_object:
             return _put(book, found), []  # it is on its way already
     elif not book.lineage.on_line(found.generation, found.step):
-        return _ignore(book, "off the line"), []
+        return _ignore(book, "off the line"), _discards(found, "its step was rolled back")
     wants = found.wants_object or _object_due(book, found.step)
     found = replace(found, since_s=now)
     if found.on_object:
@@ -320,10 +319,18 @@ def _retain(book: CheckpointBook, tier: Tier) -> Outcome:
     return book, actions
 
 
-def _abandon(book: CheckpointBook, known: Checkpoint, reason: str) -> Outcome:
-    actions: list[Any] = [_discard(known.key, "disk", known.nodes, reason)] if known.shards else []
+def _discards(known: Checkpoint, reason: str) -> list[CheckpointAction]:
+    """Delete it from every tier that holds something of it."""
+    actions: list[CheckpointAction] = []
+    if known.shards:
+        actions.append(_discard(known.key, "disk", known.nodes, reason))
     if known.on_object:
         actions.append(_discard(known.key, "object", (), reason))
+    return actions
+
+
+def _abandon(book: CheckpointBook, known: Checkpoint, reason: str) -> Outcome:
+    actions = _discards(known, reason)
     gone = replace(
         known,
         phase=CheckpointPhase.ABANDONED,
