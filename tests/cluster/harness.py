@@ -21,6 +21,7 @@ from relit.examples import digits
 from relit.handle import JobHandle
 
 WAIT_S = 240.0
+HELD = str(Path(__file__).with_name("held.py")) + ":train"
 POLL_S = 0.02
 
 
@@ -54,6 +55,12 @@ class Lab:
     def submit(self, name: str, **changes: Any) -> JobHandle:
         """Submit such a job to the local cluster."""
         return relit.submit(self.spec(name, **changes))
+
+    def stoppable(self, name: str, stop_at: list[int], **changes: Any) -> JobHandle:
+        """Submit the digits job that waits, after each of these steps, for a stop."""
+        marks = str(self.root / "marks" / name)
+        config = {**changes.pop("config", {}), "stop_at": stop_at, "marks": marks}
+        return self.submit(name, entry=HELD, config=config, **changes)
 
     def run(self, name: str, **changes: Any) -> JobHandle:
         """Submit it and wait for its end."""

@@ -1,4 +1,7 @@
-"""The digits job, except that it can hold a step until a hot spare waits. Runs in the workers."""
+"""The digits job, except that it can hold a step until a hot spare waits, or a stop is asked for.
+
+Runs in the workers. So a test that stops a run needs no luck with its speed.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,38 @@ LOOK_EVERY_S = 0.05
 
 
 def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
-    """cfg: data, steps, hold_at (numbers of completed steps), status (the run's status.json)."""
+    """cfg: data, steps, and numbers of completed steps: hold_at, until a spare waits by status
+    (the path of the run's status.json), or stop_at, until somebody has asked for a stop, once
+    each: a run that goes back to before such a step leaves its mark in the folder `marks`.
+    """
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=DEFAULTS["lr"])
     run.register(model=model, optimizer=optimizer)
     data = TableDataset.open(str(Path(cfg["data"]) / "train.parquet"))
-    hold_at = set(cfg["hold_at"])
+    hold_at, stop_at = set(cfg.get("hold_at", ())), set(cfg.get("stop_at", ()))
     for batch in run.batches(data, global_batch=DEFAULTS["global_batch"], steps=cfg["steps"]):
         if run.step_no in hold_at:
             hold(Path(cfg["status"]))
+        if run.is_main and run.step_no in stop_at:
+            await_stop(run, Path(cfg["marks"]) / str(run.step_no))
         loss = functional.cross_entropy(model(batch["x"]), batch["y"])
         run.backward(loss)
         run.step(optimizer, loss=loss)
     return {"test_accuracy": accuracy(model, str(Path(cfg["data"]) / "test.parquet"))}
+
+
+def await_stop(run: Any, mark: Path) -> None:
+    """Wait until this rank sees the stop; it takes effect with the step that is held."""
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    if mark.exists():
+        return
+    mark.touch()
+    deadline_s = time.monotonic() + HOLD_S
+    while not run.stop_requested:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"nobody asked for a stop in {HOLD_S:.0f} s")
+        time.sleep(LOOK_EVERY_S)
 
 
 def hold(status_path: Path) -> None:

@@ -49,14 +49,14 @@ def formations(job: JobHandle) -> list[dict[str, Any]]:
 
 def test_damage_between_stop_and_resume(lab: Any) -> None:
     calm = lab.run("damage-calm", steps=STEPS)
-    job = lab.submit("damage", steps=STEPS)
+    job = lab.stoppable("damage", [150, 250], steps=STEPS)
     newest = stop_at(job, 150)
     lab.leaks(job.id)  # waits for the supervisor's end
     on_disk, in_store = folders(lab, job, newest)
     flip(on_disk / "rank-00001.safetensors")
     (in_store / "manifest.json").unlink()
     job.resume()
-    second = stop_at(job, newest + 50)
+    second = stop_at(job, 250)
     restored = formations(job)[-1]
     assert restored["start_step"] == newest // 20 * 20 - (0 if newest % 20 else 20), restored
     refused = {str(r["file"]).rpartition("/")[2] for r in restored["refusals"]}
@@ -71,7 +71,7 @@ def test_damage_between_stop_and_resume(lab: Any) -> None:
 
 
 def test_no_checkpoint_is_whole(lab: Any) -> None:
-    job = lab.submit("ruined", steps=STEPS)
+    job = lab.stoppable("ruined", [100], steps=STEPS)
     step = stop_at(job, 100)
     lab.leaks(job.id)
     for tier in ("disk", "store"):

@@ -25,10 +25,10 @@ def stop_after(job: JobHandle, step: int) -> int:
 
 
 def test_two_workers_then_one_then_three(lab: Lab) -> None:
-    job = lab.submit("resized", steps=STEPS)
+    job = lab.stoppable("resized", [60, 120], steps=STEPS)
     first = stop_after(job, 60)
     job = job.resume(overrides=["scaling.workers=1"])
-    second = stop_after(job, first + 40)
+    second = stop_after(job, 120)
     job = job.resume(overrides=["scaling.workers=3"])
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED"
     rows = job.metrics()

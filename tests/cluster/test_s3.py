@@ -32,7 +32,7 @@ def bucket(lab: Any) -> Iterator[str]:
 def test_a_kill_a_stop_and_a_resume_from_the_object_tier(lab: Any, bucket: str) -> None:
     calm = lab.run("s3-calm", steps=STEPS)
     faults = [{"rank": 1, "step": 60, "phase": "backward"}]
-    job = lab.submit("s3", steps=STEPS, store=bucket, faults=faults)
+    job = lab.stoppable("s3", [120], steps=STEPS, store=bucket, faults=faults)
     harness.at_step(job, 120)
     job.stop()
     status = job.wait(timeout_s=harness.WAIT_S)

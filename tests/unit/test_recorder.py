@@ -148,14 +148,14 @@ def test_without_a_usable_answer_every_row_is_kept(bench: Bench, answer: int | N
     assert [row["step"] for row in bench.extras()["rows"]] == [1, 2, 3, 4]
 
 
-def test_the_first_step_of_a_generation_is_told_at_once(
+def test_the_first_steps_of_a_generation_are_told_at_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "SHIP_EVERY_S", 1e6)
-    bench.complete(3)
-    bench.recorder.place(0, 2, 3)
-    bench.complete(2)
-    assert bench.link.sent() == [[1], [4]]
+    bench.complete(5)
+    bench.recorder.place(0, 2, 5)
+    bench.complete(5)
+    assert bench.link.sent() == [[1], [2], [3], [6], [7], [8]]
 
 
 def test_rows_that_do_not_get_written_are_sent_again(

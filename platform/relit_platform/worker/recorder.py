@@ -33,6 +33,7 @@ from relit_storage.stores.protocol import ObjectStore
 ROWS_KEPT = 4096  # while the store is away; else a few seconds' worth
 ROWS_IN_EXTRAS = 1024  # at 200 bytes a row, 200 KB at the most beside each snapshot
 SHIP_EVERY_S = 0.25
+URGENT_STEPS = 3  # told at once: a recovery is over with the first new step, one or two are redone
 RESEND_S = 5.0  # rows are written some 3 s after they were sent; then they may have been lost
 FINISH_S = 30.0
 
@@ -83,6 +84,7 @@ class Recorder:
         self._rows: deque[_Row] = deque(maxlen=ROWS_KEPT)
         self._shipped_step = 0
         self._shipped_at_s = 0.0
+        self._urgent = 0
         self._asked: Any = None  # a call of `rows` whose answer will say what is written
         self._oldest = (0, 0.0)  # step of the oldest row kept, and since when it is
         self._place = (0, 0)  # rank, generation
@@ -132,7 +134,7 @@ class Recorder:
         """A new generation was entered; rows after last_row_step are sent again by rank 0."""
         self._place = (rank, generation)
         self._shipped_step = last_row_step
-        self._shipped_at_s = 0.0  # its first step is told at once: the recovery is over then
+        self._urgent = URGENT_STEPS
         self._asked = None  # an answer from before knows nothing of this line
 
     # ---- the boundary ----
@@ -166,7 +168,8 @@ class Recorder:
         self._rows.append(_Row.of(row))
         self.phase("snapshot", step)
         self._save(member, cursor, step, last=final or stopping)
-        self._ship(now_s, force=final or stopping)
+        self._ship(now_s, force=final or stopping or self._urgent > 0)
+        self._urgent = max(0, self._urgent - 1)
         if self.drill is not None:
             self.drill.check(member.rank, step, "boundary")
         self.phase("data", step)
