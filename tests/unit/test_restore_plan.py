@@ -95,6 +95,15 @@ def test_excluded_tier_only() -> None:
     assert chosen.tier == "object" and chosen.refusals[0]["reason"] == "checksum of chunk 0"
 
 
+def test_what_was_refused_and_is_gone_by_now_is_named_too() -> None:
+    bad = [
+        {"tier": "disk", "step": step, "generation": 1, "file": f"f{step}", "reason": "torn"}
+        for step in (4, 9)
+    ]
+    with pytest.raises(NotRestorableError, match="disk step 4 f4: torn.*disk step 9 f9: torn"):
+        plan([inventory(**DISK_4)], excluded=bad)
+
+
 @pytest.mark.parametrize("nodes", [("n2",), ("n1", "n2")])
 def test_memory_and_disk_count_only_on_the_one_node_of_all_ranks(nodes: tuple[str, ...]) -> None:
     chosen = plan([inventory(memory=whole_memory(9), **DISK_4)], [commit(2)], nodes=nodes)

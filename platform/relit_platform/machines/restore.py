@@ -99,6 +99,8 @@ def plan_restore(
         refusals.append(_refusal(candidate, problem))
     if _never_had_one(found, inventories, lineage, refused):
         return Nothing(tuple(refusals[:MAX_REFUSALS]))
+    there = {(c.tier, c.step, c.generation) for c in found}
+    refusals += [dict(r) for key, r in refused.items() if key not in there]  # deleted since
     raise NotRestorableError(run=run_id, refusals=[_sentence(r) for r in refusals[:MAX_REFUSALS]])
 
 
