@@ -100,7 +100,7 @@ def test_what_was_refused_and_is_gone_by_now_is_named_too() -> None:
         {"tier": "disk", "step": step, "generation": 1, "file": f"f{step}", "reason": "torn"}
         for step in (4, 9)
     ]
-    with pytest.raises(NotRestorableError, match="disk step 4 f4: torn.*disk step 9 f9: torn"):
+    with pytest.raises(NotRestorableError, match=r"disk step 4 f4: torn.*disk step 9 f9: torn"):
         plan([inventory(**DISK_4)], excluded=bad)
 
 
