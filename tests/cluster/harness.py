@@ -62,6 +62,18 @@ class Lab:
         config = {**changes.pop("config", {}), "stop_at": stop_at, "marks": marks}
         return self.submit(name, entry=HELD, config=config, **changes)
 
+    def stop_held(self, job: JobHandle, step: int) -> int:
+        """Stop a `stoppable` job while it holds the step after this one; the step it stands at.
+
+        The hold is seen by its mark: the row of the newest step waits for the next boundary.
+        """
+        mark = self.root / "marks" / job.id / str(step)
+        until(job, lambda _: mark.exists())
+        job.stop()
+        status = job.wait(timeout_s=WAIT_S)
+        assert status["state"] == "STOPPED", status
+        return int(status["step"])
+
     def run(self, name: str, **changes: Any) -> JobHandle:
         """Submit it and wait for its end."""
         job = self.submit(name, **changes)

@@ -34,15 +34,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def stop_at(job: JobHandle, step: int) -> int:
-    """Stop the run there or soon after; the step at which it stands."""
-    harness.at_step(job, step)
-    job.stop()
-    status = job.wait(timeout_s=harness.WAIT_S)
-    assert status["state"] == "STOPPED", status
-    return int(status["step"])
-
-
 def formations(job: JobHandle) -> list[dict[str, Any]]:
     return [event["data"] for event in job.events() if event["kind"] == "generation.formed"]
 
@@ -50,13 +41,13 @@ def formations(job: JobHandle) -> list[dict[str, Any]]:
 def test_damage_between_stop_and_resume(lab: Any) -> None:
     calm = lab.run("damage-calm", steps=STEPS)
     job = lab.stoppable("damage", [150, 250], steps=STEPS)
-    newest = stop_at(job, 150)
+    newest = lab.stop_held(job, 150)
     lab.leaks(job.id)  # waits for the supervisor's end
     on_disk, in_store = folders(lab, job, newest)
     flip(on_disk / "rank-00001.safetensors")
     (in_store / "manifest.json").unlink()
     job.resume()
-    second = stop_at(job, 250)
+    second = lab.stop_held(job, 250)
     restored = formations(job)[-1]
     assert restored["start_step"] == newest // 20 * 20 - (0 if newest % 20 else 20), restored
     refused = {str(r["file"]).rpartition("/")[2] for r in restored["refusals"]}
@@ -72,7 +63,7 @@ def test_damage_between_stop_and_resume(lab: Any) -> None:
 
 def test_no_checkpoint_is_whole(lab: Any) -> None:
     job = lab.stoppable("ruined", [100], steps=STEPS)
-    step = stop_at(job, 100)
+    step = lab.stop_held(job, 100)
     lab.leaks(job.id)
     for tier in ("disk", "store"):
         for path in (lab.root / tier).rglob("rank-00000.safetensors"):

@@ -6,7 +6,6 @@ import harness
 import pytest
 from harness import Lab
 
-from relit.handle import JobHandle
 from relit_storage.data.ledger import LedgerRow, audit
 from relit_storage.data.loader import Loader
 from relit_storage.data.table import TableDataset
@@ -17,18 +16,11 @@ STEPS = 300
 GLOBAL_BATCH = 64
 
 
-def stop_after(job: JobHandle, step: int) -> int:
-    """Stop once `step` steps are complete; the step it stopped at."""
-    harness.at_step(job, step)
-    job.stop("to change its size")
-    return int(job.wait(timeout_s=harness.WAIT_S)["step"])
-
-
 def test_two_workers_then_one_then_three(lab: Lab) -> None:
     job = lab.stoppable("resized", [60, 120], steps=STEPS)
-    first = stop_after(job, 60)
+    first = lab.stop_held(job, 60)
     job = job.resume(overrides=["scaling.workers=1"])
-    second = stop_after(job, 120)
+    second = lab.stop_held(job, 120)
     job = job.resume(overrides=["scaling.workers=3"])
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED"
     rows = job.metrics()

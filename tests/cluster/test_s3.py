@@ -33,16 +33,14 @@ def test_a_kill_a_stop_and_a_resume_from_the_object_tier(lab: Any, bucket: str) 
     calm = lab.run("s3-calm", steps=STEPS)
     faults = [{"rank": 1, "step": 60, "phase": "backward"}]
     job = lab.stoppable("s3", [120], steps=STEPS, store=bucket, faults=faults)
-    harness.at_step(job, 120)
-    job.stop()
-    status = job.wait(timeout_s=harness.WAIT_S)
-    assert status["state"] == "STOPPED", status
-    assert status["committed"]["object"] == status["step"]
+    stopped = lab.stop_held(job, 120)
+    status = job.status()
+    assert status["committed"]["object"] == stopped
     assert [i["lost"]["steps"] for i in job.incidents()] == [0]
     assert leaks.left_by(lab.root, job.id, list(job.events()), disk=True) == []
     shutil.rmtree(lab.root / "disk" / job.id)
     job.resume()
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
     formed = [e["data"] for e in job.events() if e["kind"] == "generation.formed"][-1]
-    assert (formed["tier"], formed["start_step"]) == ("object", status["step"])
+    assert (formed["tier"], formed["start_step"]) == ("object", stopped)
     assert harness.losses(job) == harness.losses(calm)
