@@ -11,7 +11,7 @@ INPUTS := pyproject.toml constraints.txt
 ONE_THREAD := OMP_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(PY) -m pytest
 SUITES = $(wildcard tests/unit tests/sim)
-DRILLS = $(wildcard tests/cluster/test_drill_*.py)
+DRILLS = $(wildcard tests/cluster/test_drill_*.py tests/cluster/test_s3.py)
 SEEDS ?= 200
 KILLS ?= 20
 ARGS ?=
@@ -37,7 +37,7 @@ test-unit: $(STAMP)  ## Unit tests and the simulator; no Ray
 	$(PYTEST) -q $(SUITES)
 
 test-cluster: $(STAMP)  ## Tests on a real local Ray cluster
-	$(PYTEST) -q tests/cluster
+	$(PYTEST) -q -m "not drill" tests/cluster
 
 sim: $(STAMP)  ## The seeded simulator alone, over many seeds (SEEDS=200)
 	RELIT_SIM_SEEDS=$(SEEDS) $(PYTEST) -q tests/sim
