@@ -77,6 +77,7 @@ def test_a_second_driver_is_refused_while_the_first_lives(lab: Any, calm: dict[i
     assert lab.leaks(job.id) == []
 
 
+@pytest.mark.drill
 def test_a_frozen_driver_is_replaced_and_fenced(lab: Any, calm: dict[int, float]) -> None:
     job = lab.submit("frozen-driver", **spec(PAUSE_S))
     status = harness.at_step(job, 10)
