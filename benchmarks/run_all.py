@@ -25,6 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parent
+# recovery.py has not been run to its end on a cluster yet, so no floor of it may decide anything;
+# `python benchmarks/recovery.py` runs it.
+APART = ("run_all", "recovery")
 LATEST = FOLDER / "results" / "latest.json"
 TIMEOUT_S = 900
 FIELDS = ("name", "ours", "peer", "peer_name", "ratio", "floor", "unit", "command", "machine")
@@ -32,7 +35,7 @@ Row = dict[str, Any]
 
 
 def benchmark_names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "run_all")
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in APART)
 
 
 def machine() -> str:
