@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import io
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -147,6 +148,7 @@ def _unpack(archive: bytes, sha: str, root: str) -> None:
     try:
         os.rename(tmp, root)
     except OSError:  # another rank of this node was first
+        shutil.rmtree(tmp, ignore_errors=True)
         if not os.path.isdir(root):
             raise
 
