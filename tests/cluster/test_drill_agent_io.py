@@ -46,7 +46,15 @@ def being_persisted(lab: Any, run_id: str) -> list[Path]:
 def being_uploaded(lab: Any) -> list[Path]:
     """Unfinished objects of the store that are larger than any log segment."""
     found = (lab.root / "store" / ".tmp").glob("*")
-    return [path for path in found if path.stat().st_size > 1 << 20]
+    return [path for path in found if size_bytes(path) > 1 << 20]
+
+
+def size_bytes(path: Path) -> int:
+    """0 for a file that was renamed since it was listed."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def cut_short(job: JobHandle, at_work: Callable[[], list[Path]], whom: list[str]) -> list[Path]:
