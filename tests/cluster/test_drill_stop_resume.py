@@ -112,7 +112,7 @@ def test_what_decides_the_losses_changes_by_name_only(lab: Any, tmp_path: Path) 
     table = pq.read_table(data / "train.parquet")
     pq.write_table(table.slice(0, 1200), data / "train.parquet", row_group_size=100)
     said = shell.relit_cli(*resume, "--wait")
-    assert said.code == 2 and f"{table.num_rows} rows became 1200 rows" in said.text, said
+    assert said.code == 2 and f"{table.num_rows} rows became 1200." in said.text, said
     assert "--allow-data-change" in said.text
     flags = ("--allow-code-change", "--allow-data-change")
     said = shell.relit_cli(*resume, "--spec", path, *flags, "--wait")
