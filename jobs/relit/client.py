@@ -108,7 +108,7 @@ class Client:
 
     def get(self, run: str) -> JobHandle:
         """The run with this id, unique prefix of an id, or directory (anything with a '/')."""
-        if "/" in run:
+        if "/" in run or run in (".", ".."):
             return self._get_directory(run)
         store = open_store(self.store_url)
         keys = [layout.index_key(run)]

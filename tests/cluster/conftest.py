@@ -27,6 +27,7 @@ def lab() -> Iterator[object]:
             patch.setenv(
                 name, "lab"
             )  # of the S3 server that test_s3 brings; the workers inherit it
+        patch.setenv("LAB_API_TOKEN", harness.TOKEN)
         cluster.ensure_cluster()
         try:
             yield harness.prepare(Path(folder))

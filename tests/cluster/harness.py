@@ -23,6 +23,7 @@ from relit.handle import JobHandle
 WAIT_S = 240.0
 HELD = str(Path(__file__).with_name("held.py")) + ":train"
 POLL_S = 0.02
+TOKEN = "lab-7c1f09e2d3b84a65"  # what LAB_API_TOKEN holds on the lab's cluster
 
 
 @dataclass(frozen=True, slots=True)

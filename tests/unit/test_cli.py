@@ -95,6 +95,8 @@ def test_result_exits_as_the_run_did(shell: Shell, state: str, code: int) -> Non
 
 BAD: list[tuple[list[str], int, str]] = [
     (["status", "nope"], 102, "no run 'nope'"),
+    (["status", "."], 102, "no run '.'"),
+    (["ls", "--store", "{spec}"], 1, "a file, not a directory"),
     (["submit", "{spec}", "scalng.workers=2"], 2, "did you mean 'scaling'"),
     (["submit", "{spec}", "entry=train.py:nope"], 2, "no function 'nope'"),
     (["submit", "{spec}", "entry=gone.py:train"], 2, "no file"),

@@ -67,7 +67,8 @@ def validate(spec: str, overrides: tuple[str, ...], out: Output) -> None:
     out.data(
         {"valid": True, "spec": loaded.to_plain(), "code_sha": code.sha, "entry": config.entry}
     )
-    out.say(f"{spec} is valid: {config.entry}, {config.scaling.workers} workers")
+    ranks = config.scaling.workers
+    out.say(f"{spec} is valid: {config.entry}, {ranks} rank{'' if ranks == 1 else 's'}")
     out.say(f"  code        {code.num_files} files, {len(code.data) / 1e3:.0f} kB, {code.sha[:12]}")
     out.say(f"  store       {config.store}")
 

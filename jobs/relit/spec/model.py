@@ -47,8 +47,8 @@ class SpecPart(BaseModel):
 
 def _unknown_key(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-    return f"unknown key {key!r}; {hint}"
+    hint = f"did you mean {near[0]!r}" if near else f"known keys: {', '.join(known)}"
+    return f"unknown key {key!r} ({hint})"
 
 
 class Scaling(SpecPart):

@@ -91,6 +91,8 @@ class LocalStore:
         """Sorted keys that begin with `prefix`; unfinished files are no objects."""
         check_prefix(self.url, prefix)
         folder = prefix.rpartition("/")[0]
+        if os.path.isfile(self._root):
+            raise StoreError(url=self.url, key=prefix, cause="it is a file, not a directory")
         try:
             return sorted(key for key in self._walk(folder) if key.startswith(prefix))
         except OSError as error:
