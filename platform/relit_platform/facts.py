@@ -26,7 +26,8 @@ class Fact:
     """Something that happened, before it gets a sequence number in the event log.
 
     kind is dotted past tense ("worker.exited", "generation.formed", "ckpt.committed", ...); src
-    is "rank:<n>", "manager", "agent:<node>", "supervisor" or "client".
+    is "rank:<n>", "manager", "agent:<node>", "supervisor" or "client". number: the manager's, given
+    as it hands the fact out; 0 for the supervisor's own.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Fact:
     step: int | None = None
     level: Literal["info", "warning", "error"] = "info"
     data: dict[str, Json] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +343,7 @@ class RunHistory:
     lineage: (generation, start step) of every "generation.formed" event, oldest first.
     saved_step: the newest step that was ever committed to disk or object tier. loop: data
     of the newest "loop.begun" event. finished: the data of every "rank.finished" event; only
-    those of the epoch that begins count.
+    those of the epoch that begins count. told: the highest number of a fact in the event log.
     """
 
     generation: int = 0
@@ -351,3 +353,4 @@ class RunHistory:
     saved_step: int = 0
     loop: dict[str, Json] = field(default_factory=dict)
     finished: tuple[FinishedRank, ...] = ()
+    told: int = 0

@@ -50,7 +50,7 @@ def test_envelope() -> None:
     assert returned == {
         "v": 1,
         "seq": 1,
-        "ts": "1970-01-01T00:16:40.500Z",
+        "ts": "1970-01-01T00:16:40.500000Z",
         "t": 0.5,
         "run": "run-1",
         "epoch": 1,

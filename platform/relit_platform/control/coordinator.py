@@ -133,6 +133,7 @@ class Coordinator:
         with self._epoch_lock:
             with self._changed:
                 self._members.remember(history)
+                self._journal.outbox.raise_above(history.told)
                 self._saved_step = max(self._saved_step, history.saved_step)
                 state = self._members.state
                 if epoch <= state.epoch:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from relit_platform.facts import FinishedRank, RunHistory
 from relit_storage.errors import ObjectMissingError
 from relit_storage.run import layout
-from relit_storage.run.event_log import read_events, read_rows
+from relit_storage.run.event_log import read_rows
 from relit_storage.stores.protocol import ObjectStore
 
 
@@ -20,7 +20,8 @@ class History:
     """A fold of the event log, kept up to date by `add`. Times are Unix seconds.
 
     acked: keys of commands that were obeyed already, in this life or an earlier one. agents: pid
-    of the newest agent of each node. loop: how long the run is and what it reads.
+    of the newest agent of each node. loop: how long the run is and what it reads. state: the
+    run's, by its last supervisor. told: number of the manager's newest fact that was written.
     """
 
     started_at_s: float = 0.0
@@ -30,15 +31,17 @@ class History:
     lineage: list[tuple[int, int]] = field(default_factory=list)
     acked: set[str] = field(default_factory=set)
     agents: dict[str, int] = field(default_factory=dict)
+    state: str = ""
+    told: int = 0
     saved_step: int = 0
     loop: dict[str, Any] = field(default_factory=dict)
     finished: list[FinishedRank] = field(default_factory=list)
 
     @classmethod
-    def read(cls, store: ObjectStore) -> History:
-        """Read every event and row of the run; blocks on the store."""
+    def read(cls, store: ObjectStore, events: Iterable[Mapping[str, Any]]) -> History:
+        """Fold all events of the run; reads its rows, so it blocks on the store."""
         history = cls()
-        for event in read_events(store):
+        for event in events:
             history.add(event)
         rows = read_rows(store)
         history.last_row_step = int(rows[-1]["step"]) if rows else 0
@@ -49,6 +52,7 @@ class History:
         """Fold one event in."""
         data = event.get("data") or {}
         kind = event["kind"]
+        self.told = max(self.told, int(event.get("number") or 0))
         if kind == "generation.formed":
             generation = int(event.get("gen") or data.get("generation") or 0)
             self.generation = max(self.generation, generation)
@@ -57,6 +61,8 @@ class History:
                 self.lineage.append((generation, int(start)))
         elif kind == "incident.closed":
             self.recoveries += 1
+        elif kind == "run.state":
+            self.state = str(data.get("state") or "")
         elif kind == "control.acked":
             self.acked.add(str(data.get("command")))
         elif kind == "loop.begun":
@@ -78,6 +84,7 @@ class History:
             loop=self.loop,
             finished=tuple(self.finished),
             saved_step=self.saved_step,
+            told=self.told,
         )
 
 

@@ -7,6 +7,8 @@ numbers it over all supervisor lives and writes it, again and again while the st
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
 from relit_platform.facts import Fact
@@ -18,14 +20,19 @@ PREFIX = "incidents/"
 
 
 class IncidentLog:
-    """Used under the pump's lock. The first `add` that closes an incident blocks on one listing."""
+    """Used under the pump's lock. `events` are those of earlier supervisors: an incident that one
+    of them saw begin is still open here, and one that it closed last is written if it could not.
+    """
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self._store = store
         self._state = incident.IncidentState()
         self._unwritten: dict[int, dict[str, Any]] = {}
         self._number: int | None = None
         self.last_headline = ""
+        events = list(events)
+        if events:
+            self._replay(events)
 
     @property
     def count(self) -> int:
@@ -50,6 +57,22 @@ class IncidentLog:
             )
             del self._unwritten[number]
 
+    def _replay(self, events: Iterable[Mapping[str, Any]]) -> None:
+        closed: list[dict[str, Any]] = []
+        announced = 0
+        for event in events:
+            if event["kind"] != "incident.closed":
+                self._state, records = incident.advance(self._state, _fact(event))
+                closed.extend(records)
+                continue
+            announced += 1
+            self.last_headline = str((event.get("data") or {}).get("headline") or "")
+            if len(closed) < announced:  # the end of the run closed it
+                self._state, records = incident.finish(self._state, _at_s(event))
+                closed.extend(records or [{}])
+        for record in closed[self._newest() :]:
+            self._record(record)
+
     def _record(self, record: dict[str, Any]) -> dict[str, Any]:
         number = self._newest() + 1
         self._number = number
@@ -66,3 +89,21 @@ class IncidentLog:
             ]
             self._number = max((int(stem) for stem in stems if stem.isdigit()), default=0)
         return self._number
+
+
+def _fact(event: Mapping[str, Any]) -> Fact:
+    """The fact of which an event was made."""
+    return Fact(
+        kind=event["kind"],
+        at_s=_at_s(event),
+        src=str(event.get("src") or ""),
+        generation=int(event.get("gen") or 0),
+        step=event.get("step"),
+        level=event.get("level") or "info",
+        data=event.get("data") or {},
+    )
+
+
+def _at_s(event: Mapping[str, Any]) -> float:
+    """Unix seconds; 0 for what the reader itself has to say."""
+    return datetime.fromisoformat(event["ts"]).timestamp() if event.get("ts") else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,8 @@ class Outbox:
     """A bounded queue of facts and rows under one rising number. Not thread-safe.
 
     Numbers begin at the clock's microseconds, so those of a re-created manager are higher than
-    any that its predecessor gave out, and an old `after` never hides new items.
+    any that its predecessor gave out, and an old `after` never hides new items. Where the clock
+    went back in between, `raise_above` does that.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -37,6 +39,18 @@ class Outbox:
         if len(self._items) > MAX_KEPT:
             number, _ = self._items.popleft()
             self._dropped += number > self._handed
+
+    def raise_above(self, told: int) -> None:
+        """A number that was written and that this manager has not given out yet was given out by
+        another one: what is here gets higher ones.
+        """
+        if told < self._next:
+            return
+        shift = told + 1 - (self._items[0][0] if self._items else self._next)
+        self._items = deque((number + shift, item) for number, item in self._items)
+        rows = ((number + shift, step) for number, step in self._unwritten)
+        self._unwritten = deque(rows, maxlen=MAX_KEPT)
+        self._next += shift
 
     @property
     def first_unwritten_row(self) -> int | None:
@@ -62,7 +76,7 @@ class Outbox:
         self._handed = max(self._handed, taken[-1][0] if taken else after)
         dropped, self._dropped = self._dropped, 0
         return Drained(
-            facts=tuple(item for _, item in taken if isinstance(item, Fact)),
+            facts=tuple(replace(item, number=n) for n, item in taken if isinstance(item, Fact)),
             rows=tuple(item for _, item in taken if not isinstance(item, Fact)),
             next=taken[-1][0] if taken else after,
             status=status,

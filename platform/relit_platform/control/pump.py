@@ -27,11 +27,12 @@ from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import ManagerClient
 from relit_storage.errors import FencedError, ObjectMissingError, StoreError
 from relit_storage.run import layout
-from relit_storage.run.event_log import EventWriter, RowWriter
+from relit_storage.run.event_log import EventWriter, RowWriter, read_events
 from relit_storage.run.lease import Lease
 from relit_storage.run.redaction import Redactor
 from relit_storage.stores.protocol import ObjectStore
 
+RUNNING = "RUNNING"
 TICK_S = 0.2
 STATUS_EVERY_S = 0.5
 COMMANDS_EVERY_S = 1.0
@@ -48,10 +49,11 @@ class Pump:
         self._config = config
         self._manager = manager
         self._lease = lease
-        self._history = History.read(store)
+        events = read_events(store)
+        self._history = History.read(store, events)
         self._events = self._writer(lease.epoch)
         self._rows = RowWriter(store, lease.epoch)
-        self._incidents = IncidentLog(store)
+        self._incidents = IncidentLog(store, events)
         self._redactor = Redactor.from_environment(config.secret_names)
         self._telemetry = Telemetry(config.run_id)
         self._lock = threading.RLock()
@@ -76,6 +78,11 @@ class Pump:
         self._on_fenced = on_fenced
         self._thread = threading.Thread(target=self._loop, name="pump", daemon=True)
         self._thread.start()
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether another supervisor drove the run until now, and did not bring it to an end."""
+        return self._history.state == RUNNING
 
     def history(self) -> Any:
         """What the run directory knows, for the manager's start_epoch."""
@@ -109,7 +116,7 @@ class Pump:
         with self._lock:
             self._flush(time.time(), force=True)
             self._lease = lease
-            self._history = History.read(self._store)
+            self._history = History.read(self._store, read_events(self._store))
             self._events = self._writer(lease.epoch)
             self._rows = RowWriter(self._store, lease.epoch)
 
@@ -173,7 +180,8 @@ class Pump:
             self._check_epoch(drained.status)
             self._manager_changed(drained.status)
             for fact in drained.facts:
-                self._take(fact)
+                if fact.number > self._history.told:  # else the supervisor before us wrote it
+                    self._take(fact)
             for row in drained.rows:
                 self._rows.append(row)
                 self._row_step = max(self._row_step, int(row["step"]))
@@ -248,9 +256,9 @@ class Pump:
     def _write_status(self, now: float) -> None:
         """status.json: what a reader without the cluster knows of the live run."""
         state = self._state
-        if state == "RUNNING" and self._stopping:
+        if state == RUNNING and self._stopping:
             state = "STOPPING"
-        elif state == "RUNNING" and self._status.get("phase") not in (None, "running", "done"):
+        elif state == RUNNING and self._status.get("phase") not in (None, "running", "done"):
             state = "RECOVERING" if self._status.get("generation") else "PENDING"
         body = {
             **self._status,

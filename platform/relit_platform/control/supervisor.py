@@ -108,7 +108,8 @@ class RunSupervisor:
         manager = ManagerClient(config.run_id)
         self._pump = Pump(store=self._store, config=config, manager=manager, lease=self._lease)
         manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
-        self._pump.fact(self._fact("run.epoch", {"epoch": self._lease.epoch, "pid": os.getpid()}))
+        about = {"epoch": self._lease.epoch, "pid": os.getpid(), "after": self._pump.taken_over}
+        self._pump.fact(self._fact("run.epoch", about))
         self._pump.set_state(RUNNING)
         self._pump.start(lambda: self._give_way(config))
         self._started.set()

@@ -10,6 +10,8 @@ belongs to it. Facts that it reads (others are passed over):
     worker.error       the user's loop raised              names the exception
     member.fault       a member's collective broke, or it refused a checkpoint file
     epoch.started      after workers ran, and no run.restarting came: the supervisor was lost
+    run.epoch          `after` another supervisor that did not end the run: the same, and all that
+                       is heard of it when the manager, which knew the workers, died as well
     run.restarting     before any other evidence: Ray Train's controller was lost
     generation.lost    the manager gave the generation up
     generation.formed  all places filled and a source of state chosen
@@ -58,7 +60,9 @@ def advance(state: IncidentState, fact: Fact) -> tuple[IncidentState, Records]:
         case "worker.exited" | "worker.error" | "member.fault":
             return _blame(state, fact), []
         case "epoch.started":
-            return _epoch_started(state, fact), []
+            return _epoch_started(state, fact, len(fact.data.get("ended") or ())), []
+        case "run.epoch" if fact.data.get("after"):
+            return _epoch_started(state, fact, state.world), []
         case "run.restarting":
             return _restarting(state, fact), []
         case "generation.lost":
@@ -138,9 +142,8 @@ def _evidence(fact: Fact) -> Evidence | None:
     )
 
 
-def _epoch_started(state: IncidentState, fact: Fact) -> IncidentState:
-    ended = fact.data.get("ended")
-    if not ended or (state.open is not None and state.open.restarted):
+def _epoch_started(state: IncidentState, fact: Fact, num_ended: int) -> IncidentState:
+    if not num_ended or (state.open is not None and state.open.restarted):
         return state
     evidence = Evidence(
         method="controller",
@@ -152,14 +155,11 @@ def _epoch_started(state: IncidentState, fact: Fact) -> IncidentState:
     )
     found = state.open or _opened(state, evidence, fact.generation)
     completed = max(found.completed_step, int(fact.data.get("completed_step") or 0))
-    found = replace(
-        found,
-        evidence=(*found.evidence, evidence)[:MAX_EVIDENCE],
-        completed_step=completed,
-        # This machine lives in the new supervisor: it has seen no generation before.
-        world_before=found.world_before or len(ended),
-    )
-    return replace(state, open=found)
+    if all(known.method != evidence.method for known in found.evidence):
+        found = replace(found, evidence=(*found.evidence, evidence)[:MAX_EVIDENCE])
+    # Whoever lost the log's beginning has seen no generation before.
+    world = found.world_before or num_ended
+    return replace(state, open=replace(found, completed_step=completed, world_before=world))
 
 
 def _restarting(state: IncidentState, fact: Fact) -> IncidentState:

@@ -49,7 +49,7 @@ class EventWriter:
         self._dropped = 0
 
     def append(self, fact: Mapping[str, Any]) -> dict[str, Any]:
-        """The event made of a fact's kind, at_s, src, generation, step, level and data.
+        """The event made of a fact's kind, at_s, src, generation, step, level, data and number.
 
         Not written before a `flush`. While the store is 16 MiB behind, "info" events are dropped
         (returned with seq 0) and counted in one later event of kind "log.overflow"; warnings and
@@ -84,8 +84,8 @@ class EventWriter:
 
     def _event(self, fact: Mapping[str, Any], seq: int) -> dict[str, Any]:
         at_s = float(fact["at_s"])
-        ts = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
-        return {
+        ts = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="microseconds")
+        event = {
             "v": VERSION,
             "seq": seq,
             "ts": ts.replace("+00:00", "Z"),
@@ -99,6 +99,8 @@ class EventWriter:
             "level": fact.get("level", "info"),
             "data": dict(fact.get("data") or {}),
         }
+        # By its sender's number a later writer knows a fact that it is told again.
+        return event | {"number": fact["number"]} if fact.get("number") else event
 
 
 class EventReader:
