@@ -63,6 +63,18 @@ class Lab:
         config = {**changes.pop("config", {}), "stop_at": stop_at, "marks": marks}
         return self.submit(name, entry=HELD, config=config, **changes)
 
+    def going(self, name: str, hold_at: int, **changes: Any) -> JobHandle:
+        """Submit the digits job that waits after this step for `let_go`; returns when it waits."""
+        marks = self.root / "marks" / name
+        config = {**changes.pop("config", {}), "go_at": [hold_at], "marks": str(marks)}
+        job = self.submit(name, entry=HELD, config=config, **changes)
+        until(job, lambda _: (marks / str(hold_at)).exists())
+        return job
+
+    def let_go(self, job: JobHandle) -> None:
+        """Whoever holds that job's step, or comes to it later, goes on."""
+        (self.root / "marks" / job.id / "go").touch()
+
     def stop_held(self, job: JobHandle, step: int) -> int:
         """Stop a `stoppable` job while it holds the step after this one; the step it stands at.
 

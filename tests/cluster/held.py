@@ -1,4 +1,5 @@
-"""The digits job, except that it can hold a step until a hot spare waits, or a stop is asked for.
+"""The digits job, except that it can hold a step: until a hot spare waits, a stop is asked for, or
+the test lets it go.
 
 Runs in the workers. So a test that stops a run needs no luck with its speed.
 """
@@ -23,8 +24,9 @@ LOOK_EVERY_S = 0.05
 
 def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
     """cfg: data, steps, and numbers of completed steps: hold_at, until a spare waits by status
-    (the path of the run's status.json), or stop_at, until somebody has asked for a stop, once
-    each: a run that goes back to before such a step leaves its mark in the folder `marks`.
+    (the path of the run's status.json); stop_at, until somebody has asked for a stop, once
+    each: a run that goes back to before such a step finds its mark in the folder `marks`;
+    go_at, until there is a mark `go` beside the one that says which step is held.
     """
     torch.manual_seed(0)
     model = Net()
@@ -37,6 +39,8 @@ def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
             hold(Path(cfg["status"]))
         if run.is_main and run.step_no in stop_at:
             await_stop(run, Path(cfg["marks"]) / str(run.step_no))
+        if run.is_main and run.step_no in cfg.get("go_at", ()):
+            await_go(Path(cfg["marks"]), run.step_no)
         loss = functional.cross_entropy(model(batch["x"]), batch["y"])
         run.backward(loss)
         run.step(optimizer, loss=loss)
@@ -53,6 +57,17 @@ def await_stop(run: Any, mark: Path) -> None:
     while not run.stop_requested:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"nobody asked for a stop in {HOLD_S:.0f} s")
+        time.sleep(LOOK_EVERY_S)
+
+
+def await_go(marks: Path, step: int) -> None:
+    """Wait for the test, whose word counts for every process that comes to this step."""
+    marks.mkdir(parents=True, exist_ok=True)
+    (marks / str(step)).touch()
+    deadline_s = time.monotonic() + HOLD_S
+    while not (marks / "go").exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"nobody let step {step} go in {HOLD_S:.0f} s")
         time.sleep(LOOK_EVERY_S)
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -20,7 +19,7 @@ from relit.keeper import ray_environment
 
 pytestmark = pytest.mark.cluster
 
-STEPS, PAUSE_S = 300, 0.1
+STEPS, HOLD_AT = 60, 20
 LEASE_S = 4.0
 # A supervisor under another name is another holder: what a second cluster on this store would be.
 INTRUDER = """
@@ -51,45 +50,40 @@ def intrude(lab: Any, job: JobHandle) -> str:
     return str(json.loads(done.stdout.splitlines()[-1]))
 
 
-def spec(pause_s: float) -> dict[str, Any]:
-    """A job whose steps can be slowed down without a change of its losses."""
-    return {
-        "entry": "heavy.py:train",
-        "config": {"steps": STEPS, "megabytes": 1, "pause_s": pause_s},
-        "env": {"working_dir": str(Path(__file__).parent)},
-        "recovery": {"lease_s": LEASE_S},
-    }
+RECOVERY = {"lease_s": LEASE_S}
 
 
 @pytest.fixture(scope="module")
 def calm(lab: Any) -> dict[int, float]:
-    return harness.losses(lab.run("driver-calm", **spec(0.0)))
+    return harness.losses(lab.run("driver-calm", steps=STEPS))
 
 
-def test_a_second_driver_is_refused_while_the_first_lives(lab: Any, calm: dict[int, float]) -> None:
-    job = lab.submit("second-driver", **spec(PAUSE_S))
-    harness.at_step(job, 10)
-    assert "is held by" in intrude(lab, job)
-    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED"
-    assert job.status()["epoch"] == 1
-    assert harness.losses(job) == calm
-    assert job.incidents() == []
-    assert lab.leaks(job.id) == []
-
-
-@pytest.mark.drill
-def test_a_frozen_driver_is_replaced_and_fenced(lab: Any, calm: dict[int, float]) -> None:
-    job = lab.submit("frozen-driver", **spec(PAUSE_S))
-    status = harness.at_step(job, 10)
-    [frozen] = victims.pids_of(job, status, "supervisor")
-    victims.send(frozen, signal.SIGSTOP)
-    assert intrude(lab, job) == ""
-    status = harness.until(job, lambda status: status["epoch"] == 2)
-    assert status["step"] < STEPS
-    victims.send(frozen, signal.SIGCONT)
+def check_end(lab: Any, job: JobHandle, calm: dict[int, float], epoch: int) -> None:
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
-    assert job.status()["epoch"] == 2
+    assert job.status()["epoch"] == epoch
     assert harness.losses(job) == calm
     assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
     assert lab.leaks(job.id) == []
-    assert not harness.alive(frozen)
+
+
+def test_a_second_driver_is_refused_while_the_first_lives(lab: Any, calm: dict[int, float]) -> None:
+    job = lab.going("second-driver", HOLD_AT, steps=STEPS, recovery=RECOVERY)
+    assert "is held by" in intrude(lab, job)
+    lab.let_go(job)
+    check_end(lab, job, calm, epoch=1)
+    assert job.incidents() == []
+
+
+def test_a_frozen_driver_is_replaced_and_fenced(lab: Any, calm: dict[int, float]) -> None:
+    """The frozen one wakes up while the other drives: it must see that, and leave."""
+    job = lab.going("frozen-driver", HOLD_AT, steps=STEPS, recovery=RECOVERY)
+    [frozen] = victims.pids_of(job, job.status(), "supervisor")
+    victims.send(frozen, signal.SIGSTOP)
+    assert intrude(lab, job) == ""
+    harness.until(job, lambda status: status["epoch"] == 2)
+    victims.send(frozen, signal.SIGCONT)
+    harness.until(job, lambda _: not harness.alive(frozen))
+    lab.let_go(job)
+    check_end(lab, job, calm, epoch=2)
+    [incident] = job.incidents()
+    assert incident["cause"]["code"] == "supervisor_lost"
