@@ -173,6 +173,8 @@ def process_start(number: int) -> float:
 
 def measure(root: Path, kills: int) -> list[Row]:
     """Everything, on a cluster that is running."""
+    # Read when Ray is imported: without it Ray looks for a loopback cluster at the host's address.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
     from relit import cluster
