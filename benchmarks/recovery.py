@@ -3,10 +3,11 @@
     python benchmarks/recovery.py [--kills N]
 
 One local Ray cluster, one machine, and in the same run: how long one process takes to start (a
-Ray actor and the imports of a worker), a relit run that waits for the replaced worker, stock Ray
-Train with its controller looking every 0.25 s (as relit's does) and at its default, and a relit
-run with a hot spare. Stock Ray Train reports a checkpoint at every step. The model, the batches
-and the place of the kills, in the middle of a step of rank 1, are the same.
+Ray actor, its imports, model, optimizer and data set, up to its first batch), a relit run that
+waits for the replaced worker, stock Ray Train with its controller looking every 0.25 s (as
+relit's does) and at its default, and a relit run with a hot spare. Stock Ray Train reports a
+checkpoint at every step. The model, the batches and the place of the kills, in the middle of a
+step of rank 1, are the same.
 
 Times are from just before the SIGKILL to the moment when rank 0 has done a step that nobody had
 done before. Figures are medians; smallest, largest and steps lost go to stderr and into rows.
@@ -145,27 +146,31 @@ def loops() -> Any:
 
 
 class Starter:
-    """An actor that imports what a worker of ours has imported when it asks for its place."""
+    """An actor that does what any worker of this job does before its first batch."""
 
-    def imported(self) -> str:
-        """Blocks for the imports."""
+    def started(self, folder: str, data: str) -> str:
+        """Blocks for the imports, the model, the optimizer and the data set."""
         import ray.train
 
         import relit_platform.worker.entry
-        from relit.examples import digits
 
-        return " ".join(m.__name__ for m in (ray.train, digits, relit_platform.worker.entry))
+        sys.path.insert(0, folder)
+        loops = importlib.import_module(LOOPS.stem)
+        model, optimizer = loops.made()
+        rows = loops.TableDataset.open(data).rows_per_block
+        parts = ray.train, relit_platform.worker.entry, model, optimizer, rows
+        return " ".join(type(part).__name__ for part in parts)
 
 
-def process_start(number: int) -> float:
-    """Seconds for a Ray actor in a fresh process and the imports of a worker."""
+def process_start(number: int, data: str) -> float:
+    """Seconds until a fresh process of Ray's could take its first batch."""
     import ray
 
     # A variable of its own: Ray must not hand out a process that it has started in advance.
     env = {"env_vars": {"RELIT_BENCH_START": str(number)}}
     began_s = time.monotonic()
     actor: Any = ray.remote(Starter).options(num_cpus=1, runtime_env=env).remote()
-    ray.get(actor.imported.remote())
+    ray.get(actor.started.remote(str(LOOPS.parent), data))
     took_s = time.monotonic() - began_s
     ray.kill(actor)
     return took_s
@@ -186,7 +191,7 @@ def measure(root: Path, kills: int) -> list[Row]:
     ray.init(address=info.gcs_address, log_to_driver=False, logging_level="ERROR")
     ray.cloudpickle.register_pickle_by_value(loops())
     data = str(digits.prepare(root / "digits") / "train.parquet")
-    start_s = statistics.median(process_start(number) for number in range(kills))
+    start_s = statistics.median(process_start(number, data) for number in range(kills))
     print(f"one process start: {start_s:.2f} s (median of {kills})", file=sys.stderr)
     runs: dict[str, Callable[[], Outcome]] = {
         "wait": lambda: ours(root, data, kills, spares=0),

@@ -34,11 +34,16 @@ def note(cfg: dict[str, Any], what: str, step: int) -> None:
         file.write(f"{what} {step} {time.time()}\n")
 
 
+def killed(cfg: dict[str, Any], step: int) -> Path:
+    """Is there once the kill of this step has happened."""
+    return Path(cfg["notes"]) / f"killed-{step}"
+
+
 def perhaps_die(cfg: dict[str, Any], rank: int, step: int) -> None:
     """SIGKILL of this process, once per address, in the middle of `step`."""
     if rank != VICTIM or step not in cfg["kill_at"]:
         return
-    mark = Path(cfg["notes"]) / f"killed-{step}"
+    mark = killed(cfg, step)
     if not mark.exists():
         mark.touch()
         note(cfg, "kill", step)
@@ -66,7 +71,7 @@ def ours(run: Any, cfg: dict[str, Any]) -> None:
         if run.rank == 0 and run.step_no != noted:
             noted = run.step_no
             note(cfg, "done", noted)
-        if cfg["hold"] and step in cfg["kill_at"]:
+        if cfg["hold"] and step in cfg["kill_at"] and not killed(cfg, step).exists():
             _until_a_spare_waits(Path(cfg["status"]))
         loss = functional.cross_entropy(model(batch["x"]), batch["y"])
         perhaps_die(cfg, run.rank, step)
