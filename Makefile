@@ -37,7 +37,7 @@ test-unit: $(STAMP)  ## Unit tests and the simulator; no Ray
 	$(PYTEST) -q $(SUITES)
 
 test-cluster: $(STAMP)  ## Tests on a real local Ray cluster
-	$(PYTEST) -q -m "not drill" tests/cluster
+	$(PYTEST) -q --durations=12 tests/cluster
 
 sim: $(STAMP)  ## The seeded simulator alone, over many seeds (SEEDS=200)
 	RELIT_SIM_SEEDS=$(SEEDS) $(PYTEST) -q tests/sim

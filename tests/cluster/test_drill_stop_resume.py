@@ -15,7 +15,7 @@ import victims
 import relit
 from relit.handle import JobHandle
 
-pytestmark = [pytest.mark.cluster, pytest.mark.drill]
+pytestmark = pytest.mark.cluster
 
 STEPS = 1000
 DRIFT_STEPS = 600

@@ -12,7 +12,7 @@ import leaks
 import pytest
 from moto.server import ThreadedMotoServer
 
-pytestmark = [pytest.mark.cluster, pytest.mark.s3, pytest.mark.drill]
+pytestmark = [pytest.mark.cluster, pytest.mark.s3]
 
 STEPS = 300
 
