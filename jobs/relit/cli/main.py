@@ -9,7 +9,6 @@ Exit codes: 0 done, 1 internal, 2 your input, 100 failed, 101 not finished, 102 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 
 import click
 
+from relit.cli.lazy import LazyGroup
 from relit_storage.errors import RelitError
 
 _VERBS = {
@@ -31,6 +31,7 @@ _VERBS = {
     "stop": "relit.cli.steering:stop",
     "resume": "relit.cli.steering:resume",
     "result": "relit.cli.runs:result",
+    "ckpt": "relit.cli.ckpt:ckpt",
     "doctor": "relit.cli.health:doctor",
     "cluster": "relit.cli.health:cluster",
     "demo": "relit.demo.command:demo",
@@ -38,23 +39,7 @@ _VERBS = {
 }
 
 
-class Verbs(click.Group):
-    """Loads a verb when it is asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of a run's life, not of the alphabet."""
-        return list(_VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb, or None for click's own message with suggestions."""
-        if cmd_name not in _VERBS:
-            return None
-        module, _, name = _VERBS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), name)
-        return command
-
-
-@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, verbs=_VERBS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="relit")
 def cli() -> None:
     """Fault-tolerant training on Ray: submit, watch, stop, resume.

@@ -10,6 +10,7 @@
       metrics/<epoch>-<n>.jsonl committed rows only
       tables/<name>/<step>.jsonl      artifacts/<name>   logs/<worker>/<n>.log
       checkpoints/log/<seq>.json      numbered commit log (object tier)
+      pins/<step>.json          retention leaves this step alone (object tier)
       checkpoints/steps/<step>/g<generation>/   rank-00000.safetensors, rank-00000.json, and
                                 manifest.json: without it the step does not exist
       result.json               written last: the commit of the whole run
@@ -28,6 +29,7 @@ RESULT = "result.json"
 ATTEMPT_PREFIX = "attempts/"
 LOG_PREFIX = "checkpoints/log/"
 STEPS_PREFIX = "checkpoints/steps/"
+PIN_PREFIX = "pins/"
 
 
 def step_prefix(step: int, generation: int) -> str:
@@ -63,6 +65,11 @@ def parse_step_prefix(key: str) -> tuple[int, int] | None:
 def log_key(seq: int) -> str:
     """Slot `seq` of the commit log."""
     return f"{LOG_PREFIX}{seq:020d}.json"
+
+
+def pin_key(step: int) -> str:
+    """The pin of a step: while it is there, no retention takes the step."""
+    return f"{PIN_PREFIX}{step:012d}.json"
 
 
 def lease_key(epoch: int) -> str:
