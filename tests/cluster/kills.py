@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,14 +120,22 @@ def members_by_generation(job: JobHandle) -> dict[int, dict[int, str]]:
     }
 
 
-def was_waiting(record: Record, members: Mapping[int, dict[int, str]]) -> bool:
-    """True if the worker that took the rank over had been started before the fault."""
+def was_waiting(record: Record, since_s: Mapping[tuple[int, int], float]) -> bool:
+    """True if the worker that took the rank over had asked for a place before the fault."""
     if sum(e["method"] == "exit" for e in record["cause"]["evidence"]) > 1:
         return False  # one spare, two faults in one incident
-    worker = members[record["generation"]["after"]][record["cause"]["rank"]]
-    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    started_s = booted_s + int(worker.rpartition("-")[2]) / os.sysconf("SC_CLK_TCK")
-    return started_s < float(record["at_s"])
+    asked_s = since_s[record["generation"]["after"], record["cause"]["rank"]]
+    return asked_s < float(record["at_s"])
+
+
+def waiting_since_s(job: JobHandle) -> dict[tuple[int, int], float]:
+    """By generation and rank: when the process that got it had asked for a place."""
+    return {
+        (event["data"]["generation"], m["rank"]): float(m["waiting_since_s"])
+        for event in job.events()
+        if event["kind"] == "generation.formed"
+        for m in event["data"]["members"]
+    }
 
 
 def figures(records: Sequence[Record]) -> str:

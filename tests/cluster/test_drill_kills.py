@@ -54,8 +54,8 @@ def test_scattered_kills_of_a_run_with_a_spare(lab: Any, calm: dict[int, float])
         scaling={"workers": 2, "spares": 1}, recovery={"on_rank_loss": "spare"},
     )  # fmt: skip
     kills.check_exact(job, calm, lab.data, SPARE.steps)
-    records, members = kills.check_kills(job, SPARE.kills), kills.members_by_generation(job)
-    hot = [record for record in records if kills.was_waiting(record, members)]
+    records, since_s = kills.check_kills(job, SPARE.kills), kills.waiting_since_s(job)
+    hot = [record for record in records if kills.was_waiting(record, since_s)]
     cold = [record for record in records if record not in hot]
     print(f"\nspare waiting: {kills.figures(hot)}\nspare not there: {kills.figures(cold)}")
     assert hot

@@ -223,6 +223,7 @@ def _formed_fact(
             "node_id": state.waiting[worker].request.node_id,
             "pid": state.waiting[worker].request.pid,
             "newcomer": state.holders.get(rank) != worker,
+            "waiting_since_s": state.waiting[worker].since_s,
         }
         for rank, worker in sorted(places.items())
     ]
