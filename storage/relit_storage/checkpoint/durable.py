@@ -8,19 +8,24 @@ caller writes a new one. After a crash, names that `is_temporary` accepts are ru
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterable
 
 TEMPORARY_SUFFIX = ".tmp"
+BLOCK_BYTES = 4096  # direct I/O wants lengths and addresses in whole ones
 
 
-def write_file(path: str, parts: Iterable[bytes | memoryview]) -> None:
+def write_file(path: str, parts: Iterable[bytes | memoryview], *, direct: bool = False) -> None:
     """Create or replace a file by the concatenation of `parts`; durable on return.
 
-    The directory must exist. OSError (a full disk, say) leaves what was there before.
+    The directory must exist. OSError (a full disk, say) leaves what was there before. direct: by
+    direct I/O as far as the file system and the parts allow (page-aligned, whole blocks): no copy
+    into the page cache, so none of what training has there is pushed out.
     """
-    _publish(path, parts, exclusive=False)
+    _publish(path, parts, exclusive=False, direct=direct)
 
 
 def create_file(path: str, data: bytes) -> bool:
@@ -65,11 +70,13 @@ def is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
-def _publish(path: str, parts: Iterable[bytes | memoryview], exclusive: bool) -> None:
+def _publish(
+    path: str, parts: Iterable[bytes | memoryview], exclusive: bool, direct: bool = False
+) -> None:
     folder, name = os.path.split(path)
     pending = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
-        _write_synced(pending, parts)
+        _write_synced(pending, parts, direct)
         if exclusive:
             os.link(pending, path)
             os.unlink(pending)
@@ -81,16 +88,43 @@ def _publish(path: str, parts: Iterable[bytes | memoryview], exclusive: bool) ->
     sync_dir(folder)
 
 
-def _write_synced(path: str, parts: Iterable[bytes | memoryview]) -> None:
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+def _write_synced(path: str, parts: Iterable[bytes | memoryview], direct: bool) -> None:
+    fd, direct = _create(path, direct)
     try:
         for part in parts:
             rest = memoryview(part)
             while rest:
-                rest = rest[os.write(fd, rest) :]
+                blocks = len(rest) - len(rest) % BLOCK_BYTES
+                if direct and not blocks:
+                    direct = _buffered(fd)  # the file's tail
+                try:
+                    rest = rest[os.write(fd, rest[:blocks] if direct else rest) :]
+                except OSError as error:
+                    if not direct or error.errno != errno.EINVAL:
+                        raise
+                    direct = _buffered(fd)  # address or, after a short write, place not aligned
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _create(path: str, direct: bool) -> tuple[int, bool]:
+    """A new file's descriptor, and whether it is open for direct I/O."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            _unlink_if_there(path)  # some file systems create it before they refuse
+    return os.open(path, flags, 0o600), False
+
+
+def _buffered(fd: int) -> bool:
+    """Go on through the page cache; returns False, for `direct`."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return False
 
 
 def _unlink_if_there(path: str) -> None:
