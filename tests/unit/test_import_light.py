@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "ray", "pyarrow", "s3fs", "botocore", "sklearn")
+HEAVY = ("torch", "ray", "pyarrow", "s3fs", "botocore", "obstore", "sklearn")
 
 USES = {
     "import relit": "import relit",

@@ -26,7 +26,7 @@ from relit_storage.stores.opening import open_store, probe
 from relit_storage.stores.prefixed import PrefixedStore
 from relit_storage.stores.protocol import ObjectStore
 
-GROUNDS = ["local", "memory", "s3", "prefixed"]
+GROUNDS = ["local", "memory", "s3", "s3-fsspec", "prefixed"]
 
 
 @pytest.fixture(params=GROUNDS)
@@ -38,7 +38,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "prefixed":
         return PrefixedStore(LocalStore(str(tmp_path / "store")), "exp/run-1")
     endpoint = request.getfixturevalue("s3_endpoint")
-    return open_store(f"s3://relit/{uuid.uuid4().hex}?endpoint_url={endpoint}", deadline_s=5)
+    backend = "fsspec" if request.param == "s3-fsspec" else "obstore"
+    options = f"endpoint_url={endpoint}&backend={backend}"
+    return open_store(f"s3://relit/{uuid.uuid4().hex}?{options}", deadline_s=6)
 
 
 def race(num_racers: int, act: Callable[[int], bool]) -> list[int]:

@@ -1,7 +1,8 @@
-"""What an exception from an fsspec file system means for the caller.
+"""What an exception from a store's client means for the caller.
 
 s3fs turns S3 error codes into OSErrors that overlap (a lost condition and a bad argument are both
-EINVAL), so the original code is read from the exception's cause where there is one.
+EINVAL), so the original code is read from the exception's cause where there is one. obstore keeps
+the server's answer in its text only, so there the code is read from that.
 
     MISSING   no such object                          CONFLICT  the object exists already
     BEYOND    a range past the end                    RENEW     credentials or clock went stale
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import re
 
 
 class Answer(enum.Enum):
@@ -33,6 +35,8 @@ _BY_CODE = {
     "412": Answer.CONFLICT,
     "InvalidRange": Answer.BEYOND,
     "416": Answer.BEYOND,
+    # An answer to HEAD has no body, so an expired token shows as a bare 400 there.
+    "400": Answer.RENEW,
     "ExpiredToken": Answer.RENEW,
     "InvalidToken": Answer.RENEW,
     "TokenRefreshRequired": Answer.RENEW,
@@ -58,7 +62,13 @@ _BUSY_NAMES = {
     "IncompleteReadError",
     "IncompleteRead",
     "ResponseParserError",
+    "GenericError",  # obstore's, for whatever has no answer of the server: resets, timeouts
+    "JoinError",
+    "CredentialRetrievalError",
 }
+_STATUS = re.compile(r"returned non-2xx status code: (\d{3})")
+_XML_CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
+_XML_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 
 
 def classify(error: BaseException) -> Answer:
@@ -67,7 +77,8 @@ def classify(error: BaseException) -> Answer:
     if code in _BY_CODE:
         return _BY_CODE[code]
     if code:
-        return Answer.BUSY if status >= 500 or code.startswith("5") else Answer.FINAL
+        again = status >= 500 or status == 429 or code.startswith("5")
+        return Answer.BUSY if again else Answer.FINAL
     if isinstance(error, FileNotFoundError):
         return Answer.MISSING
     if isinstance(error, FileExistsError):
@@ -76,14 +87,23 @@ def classify(error: BaseException) -> Answer:
         return Answer.FINAL
     if isinstance(error, OSError):
         return Answer.FINAL if error.errno in _FINAL_ERRNO else Answer.BUSY
+    if "incorrectly configured region" in str(error):
+        return Answer.FINAL  # obstore follows no redirect to another region
     names = {parent.__name__ for parent in type(error).__mro__}
     return Answer.BUSY if names & _BUSY_NAMES else Answer.FINAL
 
 
 def describe(error: BaseException) -> str:
-    """One line for humans: the store's own code and words."""
+    """One line for humans: the store's own code and words.
+
+    Of an answer in XML only those two: the rest may repeat the key id and what was signed.
+    """
     code, _ = _code_of(error)
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = str(error)
+    words = _XML_MESSAGE.search(text)
+    if words or "<" in text:
+        text = words[1] if words else text.partition("<")[0]
+    text = " ".join(text.partition("Debug source:")[0].split())[:300] or type(error).__name__
     return f"{code}: {text}" if code and code not in text else text
 
 
@@ -93,4 +113,8 @@ def _code_of(error: BaseException) -> tuple[str, int]:
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return str(response.get("Error", {}).get("Code", "")), int(status)
-    return "", 0
+    status_text = _STATUS.search(str(error))
+    if status_text is None:
+        return "", 0
+    code = _XML_CODE.search(str(error))
+    return code[1] if code else status_text[1], int(status_text[1])

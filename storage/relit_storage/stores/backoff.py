@@ -47,6 +47,15 @@ class Tries:
         """Seconds until the deadline, at least a little, so that a first try can happen."""
         return max(0.05, self._end_s - self._backoff.clock())
 
+    @property
+    def over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._backoff.clock() >= self._end_s
+
+    def same_deadline(self) -> Tries:
+        """Tries for a part of this call, counted on their own, with the same deadline."""
+        return Tries(self._backoff, self._end_s)
+
     def again(self) -> bool:
         """Sleep before the next try; False, without sleeping, if the deadline would pass."""
         self._count += 1

@@ -22,6 +22,7 @@ from relit_storage.errors import (
 )
 from relit_storage.stores.answers import Answer, classify, describe
 from relit_storage.stores.backoff import Backoff
+from relit_storage.stores.creating import KeyTakenError, create_once
 from relit_storage.stores.keys import check_key, check_prefix, check_range
 from relit_storage.stores.s3_options import S3_PROTOCOLS, TRANSFER, s3_options
 
@@ -31,7 +32,6 @@ T = TypeVar("T")
 CREATE_PROTOCOLS = S3_PROTOCOLS | {"gs", "gcs", "abfs", "abfss", "az"}
 WHOLE_PUT_BYTES = 5 << 30  # a conditional create must be one request: some ignore it at Complete
 SLOW_LINK_BYTES_PER_S = 1 << 20  # below this a file upload counts as stuck
-CREATE_TRIES = 4
 
 
 class FsspecStore:
@@ -74,18 +74,11 @@ class FsspecStore:
         if self._protocol not in CREATE_PROTOCOLS:
             raise UnsupportedStoreError(url=self._url, guarantee="an atomic create-if-absent")
         options = {"chunksize": WHOLE_PUT_BYTES} if self._is_s3 else {}
-        for _ in range(CREATE_TRIES):
-            try:
-                self._ask(key, "pipe_file", data, more_bytes=len(data), mode="create", **options)
-                return True
-            except _ExistsError:
-                # The client repeats by itself when an answer is lost, so the object that is in
-                # the way may be ours.
-                try:
-                    return self.get(key) == data
-                except ObjectMissingError:
-                    continue  # it was deleted in between
-        raise StoreUnavailableError(url=self._url, key=key, cause="created and deleted in a loop")
+
+        def create() -> None:
+            self._ask(key, "pipe_file", data, more_bytes=len(data), mode="create", **options)
+
+        return create_once(self, key, data, create)
 
     def put_file(self, key: str, path: str) -> None:
         """Upload a local file in 16 MiB parts; the object appears when the last one is in."""
@@ -202,7 +195,7 @@ class FsspecStore:
     def _translate(self, key: str, answer: Answer, error: Exception) -> StoreError:
         if answer is Answer.MISSING:
             return ObjectMissingError(url=self._url, key=key)
-        kinds = {Answer.CONFLICT: _ExistsError, Answer.BEYOND: _BeyondError}
+        kinds = {Answer.CONFLICT: KeyTakenError, Answer.BEYOND: _BeyondError}
         busy = answer in (Answer.BUSY, Answer.RENEW)
         kind = kinds.get(answer, StoreUnavailableError if busy else StoreError)
         return kind(url=self._url, key=key, cause=describe(error))
@@ -227,10 +220,6 @@ class FsspecStore:
         if self._is_s3:
             fs.retries = 2  # its own layer has no jitter; the patience is ours
         return fs
-
-
-class _ExistsError(StoreError):
-    """The key exists already; never leaves this module."""
 
 
 class _BeyondError(StoreError):

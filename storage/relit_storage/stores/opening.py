@@ -2,8 +2,10 @@
 
     /path  ~/path  ./path  file:///path     a directory (LocalStore)
     memory://name[/prefix]                  this process only; one store per name
-    s3://bucket/prefix[?endpoint_url=...&region=...]
+    s3://bucket/prefix[?endpoint_url=...&region=...&upload_bytes_per_s=...&backend=fsspec]
     anything else that fsspec knows         must pass `probe`
+
+s3 is served by obstore, all else by fsspec; `backend=fsspec` asks for the portable one there too.
 
 A URL travels in configs, events and logs, so it never carries a credential: those come from the
 environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE) or the provider chain.
@@ -11,6 +13,7 @@ environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE) or the provi
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from urllib.parse import unquote, urlsplit
@@ -20,10 +23,11 @@ from relit_storage.stores.backoff import Backoff
 from relit_storage.stores.fsspec_store import FsspecStore
 from relit_storage.stores.local import LocalStore
 from relit_storage.stores.memory import MemoryStore
+from relit_storage.stores.obstore_store import ObstoreStore
 from relit_storage.stores.prefixed import PrefixedStore
 from relit_storage.stores.probing import Guarantees, probe
 from relit_storage.stores.protocol import ObjectStore
-from relit_storage.stores.s3_options import S3_PROTOCOLS, URL_OPTIONS
+from relit_storage.stores.s3_options import S3_PROTOCOLS, URL_OPTIONS, url_options
 
 __all__ = ["Guarantees", "open_store", "probe", "redact_url"]
 
@@ -49,7 +53,36 @@ def open_store(url: str, *, deadline_s: float = 60.0) -> ObjectStore:
         return PrefixedStore(_memory_store(name), prefix) if prefix else _memory_store(name)
     _refuse_credentials(url)
     _require_known(url, scheme)
-    return FsspecStore(url, backoff=Backoff(deadline_s=deadline_s))
+    return _remote(url, scheme, Backoff(deadline_s=deadline_s))
+
+
+def _remote(url: str, scheme: str, backoff: Backoff) -> ObjectStore:
+    options = url_options(url)
+    fast = scheme in S3_PROTOCOLS
+    backend = options.get("backend", "obstore" if fast else "fsspec")
+    if backend not in ("obstore", "fsspec") or (backend == "obstore" and not fast):
+        reason = f"backend={backend} is none for {scheme}: s3 has obstore and fsspec, others fsspec"
+        raise StoreAddressError(url=redact_url(url), reason=reason)
+    cap = _upload_cap(url, options.get("upload_bytes_per_s"))
+    if backend == "obstore":
+        return ObstoreStore(url, backoff=backoff, upload_bytes_per_s=cap)
+    if cap is not None:
+        reason = "only the obstore backend keeps upload_bytes_per_s"
+        raise StoreAddressError(url=redact_url(url), reason=reason)
+    return FsspecStore(url, backoff=backoff)
+
+
+def _upload_cap(url: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        cap = float(text)
+    except ValueError:
+        cap = 0.0
+    if not 0 < cap < math.inf:
+        reason = f"upload_bytes_per_s={text} is no number of bytes above 0"
+        raise StoreAddressError(url=redact_url(url), reason=reason)
+    return cap
 
 
 def redact_url(url: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relit_storage.stores.keys import check_key, check_prefix
-from relit_storage.stores.protocol import ObjectStore
+from relit_storage.stores.protocol import AbandonsUploads, ObjectStore
 
 
 class PrefixedStore:
@@ -51,6 +51,13 @@ class PrefixedStore:
     def delete(self, key: str) -> None:
         """See ObjectStore.delete."""
         self._store.delete(self._full(key))
+
+    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
+        """See AbandonsUploads.abandon_uploads; 0 where the store leaves no parts behind."""
+        check_prefix(self.url, prefix)
+        if not isinstance(self._store, AbandonsUploads):
+            return 0
+        return self._store.abandon_uploads(self._prefix + prefix, older_than_s)
 
     def _full(self, key: str) -> str:
         return self._prefix + check_key(self.url, key)

@@ -6,7 +6,7 @@ may be called from any thread, raises `StoreError` or a subclass, and is safe to
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class ObjectStore(Protocol):
@@ -51,4 +51,16 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove the object; no error if it is absent."""
+        ...
+
+
+@runtime_checkable
+class AbandonsUploads(Protocol):
+    """A store that sends large objects in parts, so that a killed process may leave some."""
+
+    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
+        """End unfinished uploads below `prefix` that began so long ago; how many.
+
+        Blocks; raises StoreError. The age must exceed any upload that may still be under way.
+        """
         ...

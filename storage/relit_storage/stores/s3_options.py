@@ -1,4 +1,7 @@
-"""How s3fs is opened: limits that its defaults lack, and what older S3 servers need."""
+"""What an s3:// URL says, and how s3fs and botocore are opened from it.
+
+They get limits that their defaults lack, and what older S3 servers need.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,34 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 S3_PROTOCOLS = frozenset({"s3", "s3a"})
-URL_OPTIONS = frozenset({"endpoint_url", "region"})  # what may stand after '?' in an s3:// URL
+# What may stand after '?' in an s3:// URL.
+URL_OPTIONS = frozenset({"endpoint_url", "region", "backend", "upload_bytes_per_s"})
 # The defaults, 50 MiB parts ten at a time, take a gibibyte of memory.
 TRANSFER = {"chunksize": 16 << 20, "max_concurrency": 4}
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 30
+# Since 2025 the SDK appends a checksum trailer over https, which S3 look-alikes refuse (411) or
+# store as part of the object. Shards carry checksums of their own.
+PLAIN_CHECKSUMS = {
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+
+
+def url_options(url: str) -> dict[str, str]:
+    """What stands after '?', the last of each name."""
+    return {key: values[-1] for key, values in parse_qs(urlsplit(url).query).items()}
+
+
+def custom_endpoint(url: str) -> str:
+    """The endpoint of the URL or the environment; empty for AWS itself."""
+    return url_options(url).get("endpoint_url") or _endpoint_of_environment()
 
 
 def s3_options(url: str) -> dict[str, Any]:
     """Options for s3fs from an `s3://bucket/prefix?endpoint_url=...&region=...` URL."""
-    query = {key: values[-1] for key, values in parse_qs(urlsplit(url).query).items()}
-    endpoint = query.get("endpoint_url") or _endpoint_of_environment()
+    query = url_options(url)
+    endpoint = custom_endpoint(url)
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_S,
         "read_timeout": READ_TIMEOUT_S,
@@ -25,10 +45,7 @@ def s3_options(url: str) -> dict[str, Any]:
         "max_pool_connections": 16,
     }
     if endpoint:
-        # Since 2025 the SDK appends a checksum trailer over https, which S3 look-alikes refuse
-        # (411) or store as part of the object. Shards carry checksums of their own.
-        config["request_checksum_calculation"] = "when_required"
-        config["response_checksum_validation"] = "when_required"
+        config |= PLAIN_CHECKSUMS
     options: dict[str, Any] = {"config_kwargs": config, "max_concurrency": 4}
     if endpoint:
         options["endpoint_url"] = endpoint
