@@ -344,6 +344,7 @@ class RunHistory:
     saved_step: the newest step that was ever committed to disk or object tier. loop: data
     of the newest "loop.begun" event. finished: the data of every "rank.finished" event; only
     those of the epoch that begins count. told: the highest number of a fact in the event log.
+    metrics: the number by which checkpoints are judged, by step, where the run has one.
     """
 
     generation: int = 0
@@ -354,3 +355,4 @@ class RunHistory:
     loop: dict[str, Json] = field(default_factory=dict)
     finished: tuple[FinishedRank, ...] = ()
     told: int = 0
+    metrics: dict[int, float] = field(default_factory=dict)

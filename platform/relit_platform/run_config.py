@@ -24,13 +24,35 @@ class ScalingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Cadence and place of each tier. A cadence of 0 turns the tier off."""
+    """Cadence, retention and place of each tier; what is 0 or False says nothing.
+
+    A tier is due by steps, by seconds, or because a step measured best, whichever comes first; one
+    that nothing makes due is off. first_steps: the spacing begins there and grows by `growth` up
+    to every_steps. metric: the name under which run.log gets the number that says how good a
+    step is. keep_disk, keep_object: the newest N; besides them the first of each
+    keep_*_every_steps, the best N by the metric, and all of it within keep_*_bytes.
+    """
 
     memory_every_steps: int = 1
     disk_every_steps: int = 50
+    disk_every_s: float = 0.0
+    disk_first_steps: int = 0
+    disk_on_metric: bool = False
     object_every_steps: int = 200
+    object_every_s: float = 0.0
+    object_first_steps: int = 0
+    object_on_metric: bool = False
+    growth: float = 2.0
+    metric: str = ""
+    metric_mode: Literal["min", "max"] = "min"
     keep_disk: int = 2
+    keep_disk_every_steps: int = 0
+    keep_disk_best: int = 0
+    keep_disk_bytes: int = 0
     keep_object: int = 3
+    keep_object_every_steps: int = 0
+    keep_object_best: int = 0
+    keep_object_bytes: int = 0
     shm_dir: str = "/dev/shm"
     disk_dir: str = "/var/tmp/relit"
     memory_budget_bytes: int = 4 << 30

@@ -9,6 +9,7 @@ import pytest
 from shard_facts import shard, shards, uploaded
 
 from relit_platform.facts import ShardFailed
+from relit_platform.machines.cadence import Cadence
 from relit_platform.machines.checkpoint import advance
 from relit_platform.machines.checkpoint_state import (
     Adopted,
@@ -23,29 +24,40 @@ from relit_platform.machines.checkpoint_state import (
     LogCommit,
     LogFailed,
     Logged,
+    Measured,
     Note,
     Persisting,
+    Pins,
     Publish,
     Published,
     PublishFailed,
+    ReadPins,
     Upload,
 )
+from relit_storage.checkpoint.retention import Keep
 
-LIMITS = Limits(object_every_steps=20, keep_disk=2, keep_object=2)
+NOWHERE = Cadence()
+LIMITS = Limits(
+    object=Cadence(every_steps=20), keep_disk=Keep(newest=2), keep_object=Keep(newest=2)
+)
 
 
 class Game:
-    """Feeds events and keeps what came out of the last one."""
+    """Feeds events and keeps what came out of the last one; tells the pins when asked."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.book = CheckpointBook(limits=limits)
         self.now = 10.0
+        self.pins: frozenset[int] = frozenset()
         self.last: list[Any] = []
         self.feed(GenerationFormed(generation=1, start_step=0))
 
     def feed(self, *events: CheckpointEvent) -> Game:
         for event in events:
             self.book, self.last = advance(self.book, event, self.now)
+            if ReadPins() in self.last:
+                self.book, more = advance(self.book, Pins(steps=self.pins), self.now)
+                self.last += more
         return self
 
     def persisted(self, step: int, generation: int = 1) -> Game:
@@ -157,11 +169,36 @@ def test_one_upload_at_a_time_and_the_newest_goes_next() -> None:
     assert not game.book.steps[40, 1].wants_object
 
 
-def test_a_generation_that_goes_back_abandons_what_lies_above() -> None:
+def test_a_generation_that_goes_back_gives_up_what_is_not_committed() -> None:
     game = Game().durable(20).committed(30).feed(shard(35))
     game.feed(GenerationFormed(generation=2, start_step=25))
-    assert [game.phase(s) for s in (20, 30, 35)] == ["durable", "abandoned", "abandoned"]
+    assert [game.phase(s) for s in (20, 30, 35)] == ["durable", "committed", "abandoned"]
+    assert [(d.step, d.tier) for d in game.of(Discard)] == [(35, "disk")]
     assert game.book.newest("disk") == 20
+
+
+def test_what_was_cut_off_goes_with_the_first_commit_of_the_new_line_on_that_tier() -> None:
+    game = Game().durable(20).durable(40)
+    game.feed(GenerationFormed(generation=2, start_step=20))
+    assert not game.of(Discard) and [n.kind for n in game.of(Note)] == ["ckpt.cut_off"]
+    assert (game.book.newest("disk"), game.book.newest("object")) == (20, 20)
+    assert not game.committed(20, 1).of(Discard), "an older generation says nothing"
+    game.committed(26, 2)
+    assert [(d.step, d.generation, d.tier) for d in game.of(Discard)] == [(40, 1, "disk")]
+    assert game.phase(40) == "durable"
+    game.committed(41, 2).feed(uploaded(41, 2, 0), uploaded(41, 2, 1))
+    assert game.phase(41, 2) == "uploading", "the step that was cut off takes nobody's turn"
+    game.feed(Logged(step=41, generation=2))
+    assert [(d.step, d.tier) for d in game.of(Discard) if d.generation == 1][-1] == (40, "object")
+    assert game.phase(40) == "expired"
+
+
+def test_what_was_cut_off_while_it_was_uploaded_never_becomes_durable() -> None:
+    game = Game().committed(20).feed(uploaded(20, rank=0), uploaded(20, rank=1))
+    game.feed(GenerationFormed(generation=2, start_step=10), Logged(step=20, generation=1))
+    assert game.book.newest("object") is None and not game.of(Discard)
+    game.durable(30, 2)
+    assert (20, 1, "object") in [(d.step, d.generation, d.tier) for d in game.of(Discard)]
 
 
 def test_an_older_generation_may_complete_what_is_on_the_line() -> None:
@@ -202,7 +239,7 @@ def test_published_after_it_was_given_up_is_deleted_again() -> None:
 
 
 def test_retention_keeps_the_newest_and_what_is_restored_or_uploading() -> None:
-    game = Game(replace(LIMITS, object_every_steps=0)).committed(10).committed(11)
+    game = Game(replace(LIMITS, object=NOWHERE)).committed(10).committed(11)
     game.feed(GenerationFormed(generation=2, start_step=11, protected=frozenset({(10, 1)})))
     assert not game.committed(12, 2).of(Discard)
     dropped = game.committed(13, 2).of(Discard)
@@ -238,16 +275,79 @@ def test_adopting_what_is_known_already() -> None:
     assert game.phase(5) == "abandoned" and game.of(Discard), "a deletion that was lost"
 
 
-def test_what_is_found_off_the_line_is_deleted_everywhere() -> None:
+def test_what_is_found_off_the_line_waits_for_a_commit_of_the_line() -> None:
     whole = {s.rank: s for s in shards(31)}
     there = Checkpoint(step=31, generation=1, world=2, shards=whole, on_disk=True, on_object=True)
     game = Game().feed(GenerationFormed(generation=2, start_step=30), Adopted(checkpoint=there))
-    assert [gone.tier for gone in game.of(Discard)] == ["disk", "object"]
-    assert (31, 1) not in game.book.steps
+    assert not game.of(Discard) and game.book.newest("object") is None
+    cut = replace(there, on_disk=False, on_object=False)
+    other = Game().feed(GenerationFormed(generation=2, start_step=30), Adopted(checkpoint=cut))
+    assert [gone.tier for gone in other.of(Discard)] == ["disk"], "without a commit it is nothing"
+    assert (31, 1) not in other.book.steps
+    line = replace(there, step=33, generation=2, shards={s.rank: s for s in shards(33, 2)})
+    game.feed(Adopted(checkpoint=line), Adopted(checkpoint=there))
+    assert [(gone.step, gone.tier) for gone in game.of(Discard)] == [(31, "disk"), (31, "object")]
+
+
+def test_pins_hold_on_every_tier_and_off_the_line_too() -> None:
+    game = Game(replace(LIMITS, keep_disk=Keep(), keep_object=Keep()))
+    game.pins = frozenset({20, 40})
+    game.durable(20).durable(40).feed(GenerationFormed(generation=2, start_step=25))
+    game.durable(60, 2)
+    assert {c.step for c in game.book.steps.values() if c.on_disk and c.on_object} == {20, 40, 60}
+    game.pins = frozenset()
+    game.durable(80, 2)
+    assert {c.step for c in game.book.steps.values() if c.on_object} == {80}
+
+
+def test_the_object_tier_by_time_counts_from_the_last_step_that_went() -> None:
+    game = Game(replace(LIMITS, object=Cadence(every_s=100.0)))
+    assert not game.committed(10).of(Upload)
+    game.now += 100
+    assert game.committed(20).of(Upload)
+    game.feed(failed(20, "object"))
+    assert game.committed(21).of(Upload), "a failed upload is no upload"
+    game.feed(uploaded(21, rank=0), uploaded(21, rank=1), Logged(step=21, generation=1))
+    game.now += 99
+    assert not game.committed(30).of(Upload)
+    game.now += 1
+    assert game.committed(31).of(Upload)
+
+
+@pytest.mark.parametrize("row_first", [True, False], ids=["row first", "commit first"])
+def test_a_step_that_measured_best_goes_to_the_object_tier(row_first: bool) -> None:
+    game = Game(replace(LIMITS, object=Cadence(on_metric=True, mode="min")))
+
+    def step(number: int, value: float) -> list[int]:
+        game.feed(Measured(step=number, value=value)) if row_first else game.committed(number)
+        game.committed(number) if row_first else game.feed(Measured(step=number, value=value))
+        found = [u.checkpoint.step for u in game.of(Upload)]
+        for done in found:
+            game.feed(uploaded(done, rank=0), uploaded(done, rank=1))
+            game.feed(Logged(step=done, generation=1))
+        return found
+
+    values = [(1, 3.0), (2, 4.0), (3, float("nan")), (4, 2.0), (5, 2.0)]
+    assert [step(*pair) for pair in values] == [[1], [], [], [4], []]
+    game.feed(GenerationFormed(generation=2, start_step=3))
+    assert game.book.metrics.keys() == {1, 2, 3}, "what was rolled back was never measured"
+
+
+def test_the_best_by_metric_stay_and_a_cap_too_small_is_said() -> None:
+    game = Game(replace(LIMITS, object=NOWHERE, keep_disk=Keep(newest=1, best=1)))
+    for step, value in ((10, 2.0), (20, 1.0), (30, 3.0), (40, 2.5)):
+        game.committed(step).feed(Measured(step=step, value=value))
+    game.committed(50)
+    assert {c.step for c in game.book.steps.values() if c.on_disk} == {20, 50}
+    small = Game(replace(LIMITS, object=NOWHERE, keep_disk=Keep(newest=9, max_bytes=450)))
+    small.committed(10).committed(20).committed(30)
+    assert {c.step for c in small.book.steps.values() if c.on_disk} == {20, 30}
+    tiny = Game(replace(LIMITS, object=NOWHERE, keep_disk=Keep(max_bytes=10))).committed(10)
+    assert [n.kind for n in tiny.of(Note)] == ["ckpt.committed", "ckpt.over_cap"]
 
 
 def test_the_book_stays_bounded() -> None:
-    game = Game(replace(LIMITS, object_every_steps=0, max_remembered=10))
+    game = Game(replace(LIMITS, object=NOWHERE, max_remembered=10))
     for step in range(1, 60):
         game.committed(step)
     assert len(game.book.steps) <= 11 and game.book.newest("disk") == 59

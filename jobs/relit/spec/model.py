@@ -27,6 +27,7 @@ from relit.spec import secret_guard
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 _ENTRY = re.compile(r"^(?P<where>[^:]+):(?P<function>[A-Za-z_]\w*)$")
+_BY_METRIC = ("disk_on_metric", "object_on_metric", "keep_disk_best", "keep_object_best")
 _RESERVED_EXPERIMENTS = {"index"}
 
 
@@ -62,17 +63,63 @@ class Scaling(SpecPart):
 
 
 class Checkpoint(SpecPart):
-    """Cadence and place of each tier; a cadence of 0 steps turns the tier off."""
+    """Cadence, retention and place of each tier; what is 0 or false says nothing.
+
+    A tier is due at multiples of *_every_steps, *_every_s seconds after its last save, or because
+    the step measured best (*_on_metric), whichever comes first; without any of them it is off.
+    *_first_steps: the spacing begins there and grows by `growth` up to *_every_steps. metric is
+    the name under which run.log gets a step's number. Kept are the newest keep_*, the first step
+    of each keep_*_every_steps, and the best keep_*_best, all within keep_*_bytes.
+    """
 
     memory_every_steps: int = Field(default=1, ge=0)
     disk_every_steps: int = Field(default=50, ge=0)
+    disk_every_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    disk_first_steps: int = Field(default=0, ge=0)
+    disk_on_metric: bool = False
     object_every_steps: int = Field(default=200, ge=0)
+    object_every_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    object_first_steps: int = Field(default=0, ge=0)
+    object_on_metric: bool = False
+    growth: float = Field(default=2.0, gt=1, le=1000)
+    metric: str = ""
+    metric_mode: Literal["min", "max"] = "min"
     keep_disk: int = Field(default=2, ge=1)
+    keep_disk_every_steps: int = Field(default=0, ge=0)
+    keep_disk_best: int = Field(default=0, ge=0)
+    keep_disk_bytes: int = Field(default=0, ge=0)
     keep_object: int = Field(default=3, ge=1)
+    keep_object_every_steps: int = Field(default=0, ge=0)
+    keep_object_best: int = Field(default=0, ge=0)
+    keep_object_bytes: int = Field(default=0, ge=0)
     shm_dir: str = "/dev/shm"
     disk_dir: str = "/var/tmp/relit"
     memory_budget_bytes: int = Field(default=4 << 30, ge=1 << 20)
     chunk_bytes: int = Field(default=16 << 20, ge=4096)
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> Self:
+        judged = [name for name in _BY_METRIC if getattr(self, name)]
+        if judged and not self.metric:
+            raise ValueError(
+                f"{judged[0]} is set but metric is ''; set metric to the name that your loop "
+                "gives to run.log, such as val_loss"
+            )
+        by_metric = self.disk_on_metric or self.object_on_metric
+        if by_metric and self.memory_every_steps != 1:
+            raise ValueError(
+                f"memory_every_steps is {self.memory_every_steps}, but a step is measured after "
+                "it was taken: with *_on_metric set memory_every_steps to 1"
+            )
+        for tier in ("disk", "object"):
+            first = getattr(self, f"{tier}_first_steps")
+            every = getattr(self, f"{tier}_every_steps")
+            if every and first > every:
+                raise ValueError(
+                    f"{tier}_first_steps is {first}, above {tier}_every_steps, {every}, up to "
+                    f"which the spacing grows; lower the one or raise the other"
+                )
+        return self
 
 
 class Recovery(SpecPart):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,13 +28,17 @@ from relit_platform.machines.checkpoint_state import (
     LogCommit,
     LogFailed,
     Logged,
+    Measured,
     Note,
+    Pins,
     Publish,
     Published,
     PublishFailed,
+    ReadPins,
     Upload,
 )
 from relit_platform.machines.lineage import Lineage
+from relit_platform.machines.policies import disk_keep, object_cadence, object_keep
 from relit_platform.run_config import RunConfig
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.errors import (
@@ -49,6 +53,7 @@ MAX_TRIES = 8
 RETRY_S = 1.0
 UPLOAD_AGAIN_S = 120.0
 MAX_MANIFESTS = 64
+PINS_FRESH_S = 5.0
 
 Reenter = Callable[[CheckpointEvent], None]
 Say = Callable[[Note], None]
@@ -69,9 +74,9 @@ class CheckpointDesk:
         clock: Callable[[], float],
     ) -> None:
         limits = Limits(
-            object_every_steps=config.checkpoint.object_every_steps,
-            keep_disk=config.checkpoint.keep_disk,
-            keep_object=config.checkpoint.keep_object,
+            object=object_cadence(config.checkpoint),
+            keep_disk=disk_keep(config.checkpoint),
+            keep_object=object_keep(config.checkpoint),
         )
         self.book = CheckpointBook(limits=limits)
         self.epoch = 0
@@ -86,6 +91,8 @@ class CheckpointDesk:
         self._manifests: dict[Key, bytes] = {}
         self._manifests_lock = threading.Lock()
         self._upload_asked_s: dict[Key, float] = {}
+        self._pins: frozenset[int] | None = None  # as last read; None: never yet
+        self._pins_read_s = float("-inf")
 
     def begin_epoch(self, epoch: int, lineage: Lineage) -> None:
         """Later commits carry this epoch; nothing is being restored any more."""
@@ -105,6 +112,8 @@ class CheckpointDesk:
                     self._later(self._upload, action.checkpoint)
                 case LogCommit():
                     self._later(self._commit, action.checkpoint)
+                case ReadPins():
+                    self._later(self._read_pins)
                 case Discard():
                     self._later(self._discard, action)
                 case Note():
@@ -124,6 +133,11 @@ class CheckpointDesk:
     def agent_started(self) -> None:
         """An agent lost its queue with its process: the next tick asks for uploads again."""
         self._upload_asked_s = dict.fromkeys(self._upload_asked_s, float("-inf"))
+
+    def measured(self, values: Iterable[tuple[int, float]]) -> None:
+        """How good steps are, by their number, as metric rows say it."""
+        for step, value in values:
+            self.feed(Measured(step=step, value=value))
 
     def know_manifest(self, key: Key, manifest: bytes) -> None:
         """Remember the bytes that are published already: the object tier gets the same."""
@@ -216,6 +230,20 @@ class CheckpointDesk:
             self._reenter(LogFailed(step=step, generation=generation, reason=str(error)))
         else:
             self._reenter(Logged(step=step, generation=generation))
+
+    def _read_pins(self) -> None:
+        """Nothing is let go of before the pins were read once; while the store is away, what was
+        read last counts. A pin that is younger than PINS_FRESH_S may come too late.
+        """
+        now = self._clock()
+        if now - self._pins_read_s >= PINS_FRESH_S:
+            try:
+                self._pins = self._objects.pins()
+                self._pins_read_s = now
+            except StorageError:
+                pass  # the next commit asks again
+        if self._pins is not None:
+            self._reenter(Pins(steps=self._pins))
 
     def _discard(self, action: Discard, tries: int = 1) -> None:
         """Deleting is best effort: what stays behind is found again at the next start."""

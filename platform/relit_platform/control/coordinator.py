@@ -27,6 +27,7 @@ from relit_platform.control.journal import Journal
 from relit_platform.control.planning import Answer, Planner
 from relit_platform.control.ports import AgentError, AgentPort, BackgroundPort, ObjectPort
 from relit_platform.control.rebuild import Found, Patience, checkpoints, gather
+from relit_platform.control.row_book import metric_values
 from relit_platform.control.status import make_status
 from relit_platform.errors import PlatformError
 from relit_platform.facts import (
@@ -143,6 +144,7 @@ class Coordinator:
             with self._changed:
                 self._members.begin_epoch(epoch, found, history)
                 self._saves.begin_epoch(epoch, self._members.state.lineage)
+                self._saves.measured(history.metrics.items())
                 self._adopt(found)
                 if not self._members.state.unfinished():
                     self._saves.feed(Finishing())
@@ -231,7 +233,8 @@ class Coordinator:
         """
         with self._changed:
             state = self._members.state
-            self._journal.take_rows(batch, state.newest, state.lineage)
+            fresh = self._journal.take_rows(batch, state.newest, state.lineage)
+            self._saves.measured(metric_values(fresh, self._config.checkpoint.metric))
             return self._journal.written_row_step if state.epoch else -1
 
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from relit_platform.control.row_book import metric_values
 from relit_platform.facts import FinishedRank, RunHistory
 from relit_storage.errors import ObjectMissingError
 from relit_storage.run import layout
@@ -22,6 +23,7 @@ class History:
     acked: keys of commands that were obeyed already, in this life or an earlier one. agents: pid
     of the newest agent of each node. loop: how long the run is and what it reads. state: the
     run's, by its last supervisor. told: number of the manager's newest fact that was written.
+    metrics: by step, the number by which checkpoints are judged.
     """
 
     started_at_s: float = 0.0
@@ -36,15 +38,22 @@ class History:
     saved_step: int = 0
     loop: dict[str, Any] = field(default_factory=dict)
     finished: list[FinishedRank] = field(default_factory=list)
+    metrics: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, store: ObjectStore, events: Iterable[Mapping[str, Any]]) -> History:
-        """Fold all events of the run; reads its rows, so it blocks on the store."""
+    def read(
+        cls, store: ObjectStore, events: Iterable[Mapping[str, Any]], metric: str = ""
+    ) -> History:
+        """Fold all events of the run; reads its rows, so it blocks on the store.
+
+        metric: the name in them of the number by which checkpoints are judged.
+        """
         history = cls()
         for event in events:
             history.add(event)
         rows = read_rows(store)
         history.last_row_step = int(rows[-1]["step"]) if rows else 0
+        history.metrics = dict(metric_values(rows, metric))
         history.started_at_s = _submitted_at(store)
         return history
 
@@ -85,6 +94,7 @@ class History:
             finished=tuple(self.finished),
             saved_step=self.saved_step,
             told=self.told,
+            metrics=self.metrics,
         )
 
 

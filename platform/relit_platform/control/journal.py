@@ -93,8 +93,11 @@ class Journal:
             if stopped:
                 self.stopped_ranks.add(rank)
 
-    def take_rows(self, batch: RowBatch, newest: int, lineage: Lineage) -> None:
-        """Queue new rows and alarms, and say when a generation has completed its first new step."""
+    def take_rows(self, batch: RowBatch, newest: int, lineage: Lineage) -> list[dict[str, Json]]:
+        """Queue new rows and alarms, and say when a generation has completed its first new step.
+
+        Returns the rows that are news.
+        """
         fresh, alarms = self.rows.take(batch, lineage, self._clock())
         for kind, level, data in alarms:
             self.say(kind, data, generation=newest, level=level, step=data["step"])
@@ -104,6 +107,7 @@ class Journal:
             self._first_new_step(row, newest)
         if batch.memory_step is not None and batch.generation == newest:
             self.memory_steps[batch.rank] = batch.memory_step
+        return fresh
 
     @property
     def memory_step(self) -> int | None:

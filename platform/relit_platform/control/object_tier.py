@@ -9,6 +9,7 @@ from relit_platform.machines.restore import ObjectCommit
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.log_records import LogRecord
 from relit_storage.checkpoint.manifest import Manifest
+from relit_storage.checkpoint.pins import read_pins
 from relit_storage.errors import CommitConflictError, ManifestError, ObjectMissingError
 from relit_storage.run.layout import manifest_key, step_prefix
 from relit_storage.stores.protocol import ObjectStore
@@ -54,8 +55,24 @@ class ObjectTier:
         )
 
     def commits(self) -> Sequence[ObjectCommit]:
-        """See ObjectPort.commits; the newest MAX_COMMITS_READ, which retention never exceeds."""
-        return [self._read(record) for record in self._log.replay().commits[:MAX_COMMITS_READ]]
+        """See ObjectPort.commits. Manifests are read of the newest MAX_COMMITS_READ only: a
+        restore never looks further, and retention needs no more than that the others are there.
+        """
+        commits = self._log.replay().commits
+        older = [
+            ObjectCommit(
+                step=record.step,
+                generation=record.generation,
+                manifest=None,
+                problem=f"older than the newest {MAX_COMMITS_READ} commits",
+            )
+            for record in commits[MAX_COMMITS_READ:]
+        ]
+        return [*(self._read(record) for record in commits[:MAX_COMMITS_READ]), *older]
+
+    def pins(self) -> frozenset[int]:
+        """See ObjectPort.pins."""
+        return read_pins(self._store)
 
     def retire(self, epoch: int, step: int, generation: int) -> None:
         """See ObjectPort.retire. The log says so first: a reader never finds half a step."""

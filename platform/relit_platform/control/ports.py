@@ -71,6 +71,10 @@ class ObjectPort(Protocol):
         """Take a commit out of force, then delete its files."""
         ...
 
+    def pins(self) -> frozenset[int]:
+        """Steps that retention leaves alone."""
+        ...
+
     def open_epoch(self, epoch: int) -> int:
         """Fence older epochs off the log; returns the highest generation found in it."""
         ...

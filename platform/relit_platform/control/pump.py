@@ -50,7 +50,7 @@ class Pump:
         self._manager = manager
         self._lease = lease
         events = read_events(store)
-        self._history = History.read(store, events)
+        self._history = History.read(store, events, config.checkpoint.metric)
         self._events = self._writer(lease.epoch)
         self._rows = RowWriter(store, lease.epoch)
         self._incidents = IncidentLog(store, events)
@@ -116,7 +116,8 @@ class Pump:
         with self._lock:
             self._flush(time.time(), force=True)
             self._lease = lease
-            self._history = History.read(self._store, read_events(self._store))
+            metric = self._config.checkpoint.metric
+            self._history = History.read(self._store, read_events(self._store), metric)
             self._events = self._writer(lease.epoch)
             self._rows = RowWriter(self._store, lease.epoch)
 
@@ -323,7 +324,7 @@ class Pump:
 
 def _number(key: str) -> int:
     head = key.removeprefix("control/").split("-", 1)[0]
-    return int(head) if head.isdigit() else 0
+    return int(head) if head.isdecimal() else 0
 
 
 def _verb(key: str) -> str:

@@ -119,7 +119,9 @@ def checkpoints(found: Found) -> list[tuple[Checkpoint, bytes | None]]:
         key = (commit.step, commit.generation)
         world = commit.manifest.world if commit.manifest else 0
         known = adopted.get(key) or Checkpoint(step=key[0], generation=key[1], world=world)
-        adopted[key] = replace(known, on_object=True)
+        shards = commit.manifest.shards if commit.manifest else ()
+        size = sum(s.num_bytes + s.extras_bytes for s in shards)
+        adopted[key] = replace(known, on_object=True, size=size)
     ordered = sorted(adopted.values(), key=lambda c: (c.generation, c.step))
     return [(c, manifests.get(c.key) if c.on_disk else None) for c in ordered]
 

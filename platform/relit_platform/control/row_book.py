@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from relit_platform.facts import Json, RowBatch
@@ -108,6 +109,14 @@ class RowBook:
         while step in self._rows and step not in self._untold:
             self.needed_after = step
             step += 1
+
+
+def metric_values(rows: Iterable[Mapping[str, Json]], name: str) -> Iterator[tuple[int, float]]:
+    """(step, value) of the rows that hold a number under this name; none without a name."""
+    for row in rows:
+        value = row.get(name) if name else None
+        if isinstance(value, int | float):
+            yield int(row["step"]), float(value)
 
 
 def _same(one: Json, other: Json) -> bool:

@@ -5,23 +5,30 @@
     from                event (guard)                          to         actions
     -                   Persisting, ShardPersisted (on line)   OPEN       too many: abandon one
     OPEN                ShardPersisted (all ranks in)          PERSISTED  Publish
-    PERSISTED           Published                              COMMITTED  retain disk; Upload;
+    PERSISTED           Published                              COMMITTED  ReadPins; Upload;
                                                                           older OPEN ones: Discard
     COMMITTED           (due, no upload is running)            UPLOADING  Upload
     the newest          Finishing                              unchanged  due from now on
     UPLOADING           ShardUploaded (all ranks in)           UPLOADING  LogCommit
-    UPLOADING           Logged                                 DURABLE    retain object; next Upload
+    UPLOADING           Logged                                 DURABLE    ReadPins; next Upload
     UPLOADING           ShardFailed(object), LogFailed,        COMMITTED  next Upload, this one
                         deadline                                          stays on disk
     OPEN, PERSISTED     ShardFailed(disk), PublishFailed,      ABANDONED  Discard
                         deadline, a newer step over the limit
-    any but terminal    GenerationFormed below this step       ABANDONED  Discard on every tier
-    COMMITTED, DURABLE  retention, on its last tier            EXPIRED    Discard
+    OPEN, PERSISTED     GenerationFormed below this step       ABANDONED  Discard on every tier
+    UPLOADING           GenerationFormed below this step       COMMITTED  (goes no further)
+    COMMITTED, DURABLE  GenerationFormed below this step       unchanged  (off the line from now on)
+    COMMITTED           Measured, better than all before       unchanged  due from now on
+    COMMITTED, DURABLE  Pins: retention, on its last tier      EXPIRED    Discard
+    off the line        Pins, and a commit of a newer          EXPIRED    Discard on that tier
+                        generation on that tier
     any                 event of a step that is off the line,  unchanged  count it
                         terminal, or in another phase
 
 A step that an older generation began stays valid while it is on the surviving line: its shards are
-complete cuts of history, whoever lives. What is off the line never commits.
+complete cuts of history, whoever lives. What is off the line never commits; what had committed
+before stays on its tier until the line that cut it off has a commit there, for until then it may
+be the only copy. Retention asks for the pins first, so that none is overlooked.
 
 Only one step uploads at a time; of those that wait the newest goes next and the others are skipped,
 so a slow store costs checkpoints there, never memory here.
@@ -32,32 +39,34 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded, Tier
+from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded
 from relit_platform.machines.checkpoint_state import (
     TERMINAL,
     Adopted,
     Checkpoint,
-    CheckpointAction,
     CheckpointBook,
     CheckpointEvent,
     CheckpointPhase,
     Deadline,
-    Discard,
     Finishing,
     GenerationFormed,
     Key,
     LogCommit,
     LogFailed,
     Logged,
+    Measured,
     Note,
     Outcome,
     Persisting,
+    Pins,
     Publish,
     Published,
     PublishFailed,
+    ReadPins,
     Upload,
 )
-from relit_storage.checkpoint.retention import StepOnTier, plan_expiry
+from relit_platform.machines.expiry import discard, discards, retained
+from relit_platform.machines.object_cadence import measured, object_due, outward
 
 OPEN, PERSISTED = CheckpointPhase.OPEN, CheckpointPhase.PERSISTED
 COMMITTED, UPLOADING = CheckpointPhase.COMMITTED, CheckpointPhase.UPLOADING
@@ -73,6 +82,10 @@ def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome
             book, actions = _shard_persisted(book, event, now)
         case Published():
             book, actions = _published(book, event, now)
+        case Pins():
+            book, actions = retained(book, event.steps)
+        case Measured():
+            book, actions = measured(book, event, now), []
         case ShardUploaded():
             book, actions = _shard_uploaded(book, event)
         case Logged():
@@ -80,7 +93,7 @@ def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome
         case PublishFailed() | LogFailed() | ShardFailed():
             book, actions = _failed(book, event)
         case GenerationFormed():
-            book, actions = _generation_formed(book, event)
+            book, actions = _generation_formed(book, event, now)
         case Adopted():
             book, actions = _adopted(book, event.checkpoint, now)
         case Finishing():
@@ -97,8 +110,10 @@ def _persisting(book: CheckpointBook, event: Persisting, now: float) -> Outcome:
     known = book.steps.get(key)
     if known is None or not event.final or known.final or known.phase in TERMINAL:
         return book, actions
-    wants = book.limits.object_every_steps > 0 and not known.on_object
-    return _put(book, replace(known, final=True, wants_object=wants)), actions
+    known = replace(known, final=True)
+    if book.limits.object.on and not known.on_object:
+        known = outward(known, now)
+    return book.having(known), actions
 
 
 def _shard_persisted(book: CheckpointBook, shard: ShardPersisted, now: float) -> Outcome:
@@ -106,15 +121,15 @@ def _shard_persisted(book: CheckpointBook, shard: ShardPersisted, now: float) ->
     book, actions = _opened(book, key, shard.world, now)
     known = book.steps.get(key)
     if known is None or known.phase in TERMINAL:
-        late = _discard(key, "disk", (shard.node_id,), "arrived after its step was given up")
+        late = discard(key, "disk", (shard.node_id,), "arrived after its step was given up")
         return _ignore(book, "late shard"), [*actions, late]
     if known.phase is not OPEN or shard.world != known.world or shard.rank in known.shards:
         return _ignore(book, "shard again"), actions
     known = replace(known, shards={**known.shards, shard.rank: shard})
     if set(known.shards) != set(range(known.world)):
-        return _put(book, known), actions
+        return book.having(known), actions
     known = replace(known, phase=PERSISTED, since_s=now)
-    return _put(book, known), [*actions, Publish(checkpoint=known)]
+    return book.having(known), [*actions, Publish(checkpoint=known)]
 
 
 def _opened(book: CheckpointBook, key: Key, world: int, now: float) -> Outcome:
@@ -124,45 +139,33 @@ def _opened(book: CheckpointBook, key: Key, world: int, now: float) -> Outcome:
         return book, []
     if not book.lineage.on_line(generation, step):
         return _ignore(book, "off the line"), []
-    opened = Checkpoint(
-        step=step,
-        generation=generation,
-        world=world,
-        since_s=now,
-        wants_object=_object_due(book, step),
-    )
-    book = _put(book, opened)
+    opened = Checkpoint(step=step, generation=generation, world=world, since_s=now)
+    book = book.having(opened)
     is_open = sorted((c for c in book.steps.values() if c.phase is OPEN), key=_age)
     if len(is_open) <= book.limits.max_open:
         return book, []
     return _abandon(book, is_open[0], "superseded by a newer step")
 
 
-def _object_due(book: CheckpointBook, step: int) -> bool:
-    every = book.limits.object_every_steps
-    if every <= 0 or book.finishing:
-        return every > 0
-    ahead = [c.step for c in book.steps.values() if c.wants_object or c.on_object]
-    return step // every > max((s // every for s in ahead if s < step), default=0)
-
-
 def _published(book: CheckpointBook, event: Published, now: float) -> Outcome:
     known = book.steps.get((event.step, event.generation))
     if known is not None and known.phase in TERMINAL:
-        late = _discard(known.key, "disk", known.nodes, "published after it was given up")
+        late = discard(known.key, "disk", known.nodes, "published after it was given up")
         return _ignore(book, "late manifest"), [late]
     if known is None or known.phase is not PERSISTED:
         return _ignore(book, "late manifest"), []
+    shown_s = known.since_s
     known = replace(known, phase=COMMITTED, on_disk=True)
+    if not known.wants_object and object_due(book, known.step, now):
+        known = outward(known, now)
     seconds = max((shard.seconds for shard in known.shards.values()), default=0.0)
     data = {
         "tier": "disk",
         "bytes": sum(shard.num_bytes for shard in known.shards.values()),
-        "seconds": round(seconds + now - known.since_s, 6),
+        "seconds": round(seconds + now - shown_s, 6),
     }
-    book, actions = _superseded(_put(book, known), known)
-    book, more = _retain(book, "disk")
-    return book, [_note("ckpt.committed", known, data), *actions, *more]
+    book, actions = _superseded(book.having(known), known)
+    return book, [_note("ckpt.committed", known, data), *actions, ReadPins()]
 
 
 def _superseded(book: CheckpointBook, by: Checkpoint) -> Outcome:
@@ -181,16 +184,17 @@ def _shard_uploaded(book: CheckpointBook, event: ShardUploaded) -> Outcome:
         return _ignore(book, "late upload"), []
     known = replace(known, uploaded=known.uploaded | {event.rank})
     whole = known.uploaded >= set(range(known.world))
-    return _put(book, known), [LogCommit(checkpoint=known)] if whole else []
+    return book.having(known), [LogCommit(checkpoint=known)] if whole else []
 
 
 def _logged(book: CheckpointBook, event: Logged) -> Outcome:
     known = book.steps.get((event.step, event.generation))
+    if known is not None and known.phase is COMMITTED and not _on_line(book, known):
+        return book.having(replace(known, on_object=True)), []  # it was cut off in that moment
     if known is None or known.phase is not UPLOADING:
         return _ignore(book, "late commit"), []
     known = replace(known, phase=DURABLE, on_object=True, wants_object=False)
-    book, actions = _retain(_put(book, known), "object")
-    return book, [_note("ckpt.committed", known, {"tier": "object"}), *actions]
+    return book.having(known), [_note("ckpt.committed", known, {"tier": "object"}), ReadPins()]
 
 
 def _failed(book: CheckpointBook, event: PublishFailed | LogFailed | ShardFailed) -> Outcome:
@@ -210,42 +214,68 @@ def _failed(book: CheckpointBook, event: PublishFailed | LogFailed | ShardFailed
 def _upload_failed(book: CheckpointBook, known: Checkpoint, reason: str) -> Outcome:
     known = replace(known, phase=COMMITTED, wants_object=False, uploaded=frozenset(), reason=reason)
     note = _note("ckpt.failed", known, {"tier": "object", "reason": reason}, "warning")
-    book, actions = _retain(_put(book, known), "disk")
-    return book, [note, *actions]
+    return book.having(known), [note, ReadPins()]
 
 
-def _generation_formed(book: CheckpointBook, event: GenerationFormed) -> Outcome:
-    lineage = book.lineage.started(event.generation, event.start_step)
-    book = replace(book, lineage=lineage, protected=event.protected, finishing=False)
-    actions = []
+def _generation_formed(book: CheckpointBook, event: GenerationFormed, now: float) -> Outcome:
+    start = event.start_step
+    book = replace(
+        book,
+        lineage=book.lineage.started(event.generation, start),
+        protected=event.protected,
+        finishing=False,
+        metrics={step: value for step, value in book.metrics.items() if step <= start},
+        began_s=book.began_s or now,
+    )
+    actions: list[Any] = []
     for known in list(book.steps.values()):
-        if known.phase not in TERMINAL and not lineage.on_line(known.generation, known.step):
-            reason = f"generation {event.generation} went back to step {event.start_step}"
+        if known.phase in TERMINAL or _on_line(book, known):
+            continue
+        reason = f"generation {event.generation} went back to step {start}"
+        if known.phase in (OPEN, PERSISTED):
             book, more = _abandon(book, known, reason)
             actions.extend(more)
+        elif known.reason != reason:
+            book = book.having(_cut_off(known, reason))
+            actions.append(_note("ckpt.cut_off", known, {"reason": reason}, "warning"))
     return book, actions
+
+
+def _cut_off(known: Checkpoint, reason: str) -> Checkpoint:
+    """It goes no further, but stays where it is until the new line has a commit there."""
+    phase = COMMITTED if known.phase is UPLOADING else known.phase
+    return replace(known, phase=phase, wants_object=False, uploaded=frozenset(), reason=reason)
 
 
 def _adopted(book: CheckpointBook, found: Checkpoint, now: float) -> Outcome:
     known = book.steps.get(found.key)
     if known is not None and known.phase in TERMINAL:
-        return book, _discards(found, "found after it was given up")
+        return book, discards(found, "found after it was given up")
+    on_line = _on_line(book, found)
     if known is not None:
         found = _merged(known, found)
         if found.phase is not OPEN and not found.on_object:
-            return _put(book, found), []  # it is on its way already
-    elif not book.lineage.on_line(found.generation, found.step):
-        return _ignore(book, "off the line"), _discards(found, "its step was rolled back")
-    wants = found.wants_object or _object_due(book, found.step)
-    found = replace(found, since_s=now)
+            return book.having(found), []  # it is on its way already
+    if not on_line:
+        return _adopted_off_line(book, found)
+    found = replace(found, since_s=now, outward_s=found.outward_s or now)
     if found.on_object:
-        return _put(book, replace(found, phase=DURABLE, wants_object=False)), []
+        return book.having(replace(found, phase=DURABLE, wants_object=False)), []
+    wants = found.wants_object or object_due(book, found.step, now)
     if found.on_disk:
-        return _put(book, replace(found, phase=COMMITTED, wants_object=wants)), []
+        return book.having(replace(found, phase=COMMITTED, wants_object=wants)), []
     if set(found.shards) == set(range(found.world)):
-        found = replace(found, phase=PERSISTED, wants_object=wants)
-        return _put(book, found), [Publish(checkpoint=found)]
-    return _put(book, found), []
+        found = replace(found, phase=PERSISTED)
+        return book.having(found), [Publish(checkpoint=found)]
+    return book.having(found), []
+
+
+def _adopted_off_line(book: CheckpointBook, found: Checkpoint) -> Outcome:
+    if not found.on_disk and not found.on_object:
+        return _ignore(book, "off the line"), discards(found, "its step was rolled back")
+    phase = DURABLE if found.on_object else COMMITTED
+    found = replace(found, phase=phase, wants_object=False, reason="its step was rolled back")
+    return book.having(found), [ReadPins()]
 
 
 def _merged(known: Checkpoint, found: Checkpoint) -> Checkpoint:
@@ -254,18 +284,19 @@ def _merged(known: Checkpoint, found: Checkpoint) -> Checkpoint:
         shards={**found.shards, **known.shards},
         on_disk=known.on_disk or found.on_disk,
         on_object=known.on_object or found.on_object,
+        size=known.size or found.size,
     )
 
 
 def _finishing(book: CheckpointBook) -> Outcome:
     """Whoever said that a step is the last one may not have been heard."""
     book = replace(book, finishing=True)
-    alive = [c for c in book.steps.values() if c.phase not in TERMINAL]
+    alive = [c for c in book.on_line() if c.phase not in TERMINAL]
     newest = max(alive, key=_age, default=None)
     if newest is None or newest.on_object or newest.phase is UPLOADING:
         return book, []
-    wants = book.limits.object_every_steps > 0
-    return _put(book, replace(newest, final=True, wants_object=wants)), []
+    wants = book.limits.object.on
+    return book.having(replace(newest, final=True, wants_object=wants)), []
 
 
 def _deadline(book: CheckpointBook, now: float) -> Outcome:
@@ -288,49 +319,17 @@ def _next_upload(book: CheckpointBook, now: float) -> Outcome:
     )
     actions: list[Any] = []
     for skipped in waiting[:-1]:
-        book = _put(book, replace(skipped, wants_object=False, reason="a newer step goes first"))
+        book = book.having(replace(skipped, wants_object=False, reason="a newer step goes first"))
         data = {"tier": "object", "reason": "a newer step goes first"}
         actions.append(_note("ckpt.skipped", skipped, data, "warning"))
     if not waiting or any(c.phase is UPLOADING for c in book.steps.values()):
         return book, actions
     chosen = replace(waiting[-1], phase=UPLOADING, since_s=now, uploaded=frozenset())
-    return _put(book, chosen), [*actions, Upload(checkpoint=chosen)]
-
-
-def _retain(book: CheckpointBook, tier: Tier) -> Outcome:
-    """Let go of what retention no longer wants; what still has to be uploaded stays on disk."""
-    on_disk = tier == "disk"
-    here = [c for c in book.steps.values() if (c.on_disk if on_disk else c.on_object)]
-    keep = book.limits.keep_disk if on_disk else book.limits.keep_object
-    busy = {c.key for c in here if c.wants_object or c.phase is UPLOADING}
-    drop, reasons = plan_expiry(
-        [StepOnTier(c.step, c.generation, True) for c in here],
-        keep,
-        book.protected | (busy if on_disk else frozenset()),
-    )
-    actions: list[Any] = []
-    for gone, reason in zip(drop, reasons, strict=True):
-        known = book.steps[gone.step, gone.generation]
-        left = replace(known, on_disk=False) if on_disk else replace(known, on_object=False)
-        if not left.on_disk and not left.on_object:
-            left = replace(left, phase=CheckpointPhase.EXPIRED, reason=reason)
-        book = _put(book, left)
-        actions.append(_discard(known.key, tier, known.nodes, reason))
-    return book, actions
-
-
-def _discards(known: Checkpoint, reason: str) -> list[CheckpointAction]:
-    """Delete it from every tier that holds something of it."""
-    actions: list[CheckpointAction] = []
-    if known.shards:
-        actions.append(_discard(known.key, "disk", known.nodes, reason))
-    if known.on_object:
-        actions.append(_discard(known.key, "object", (), reason))
-    return actions
+    return book.having(chosen), [*actions, Upload(checkpoint=chosen)]
 
 
 def _abandon(book: CheckpointBook, known: Checkpoint, reason: str) -> Outcome:
-    actions = _discards(known, reason)
+    actions = discards(known, reason)
     gone = replace(
         known,
         phase=CheckpointPhase.ABANDONED,
@@ -340,7 +339,7 @@ def _abandon(book: CheckpointBook, known: Checkpoint, reason: str) -> Outcome:
         reason=reason,
     )
     note = _note("ckpt.failed", known, {"tier": "disk", "reason": reason}, "warning")
-    book = _put(book, gone)
+    book = book.having(gone)
     if book.finishing:
         book, _ = _finishing(book)  # then the one before it is the last
     return book, [note, *actions]
@@ -360,16 +359,12 @@ def _age(known: Checkpoint) -> Key:
     return known.generation, known.step
 
 
-def _put(book: CheckpointBook, known: Checkpoint) -> CheckpointBook:
-    return replace(book, steps={**book.steps, known.key: known})
+def _on_line(book: CheckpointBook, known: Checkpoint) -> bool:
+    return book.lineage.on_line(known.generation, known.step)
 
 
 def _ignore(book: CheckpointBook, why: str) -> CheckpointBook:
     return replace(book, ignored={**book.ignored, why: book.ignored.get(why, 0) + 1})
-
-
-def _discard(key: Key, tier: Tier, nodes: tuple[str, ...], reason: str) -> Discard:
-    return Discard(step=key[0], generation=key[1], tier=tier, nodes=nodes, reason=reason)
 
 
 def _note(kind: str, known: Checkpoint, data: dict[str, Any], level: str = "info") -> Note:

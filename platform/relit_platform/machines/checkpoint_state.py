@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded, Tier
+from relit_platform.machines.cadence import Cadence
 from relit_platform.machines.lineage import Lineage
+from relit_storage.checkpoint.retention import Keep
 
 Key = tuple[int, int]  # (step, generation)
 
@@ -30,20 +32,25 @@ TERMINAL = (CheckpointPhase.EXPIRED, CheckpointPhase.ABANDONED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds the machine. object_every_steps 0: nothing goes to the object tier."""
+    """What bounds the machine. object: which steps of the disk tier go on to the object tier."""
 
     max_open: int = 2
     persist_deadline_s: float = 300.0
     upload_deadline_s: float = 3600.0
-    object_every_steps: int = 200
-    keep_disk: int = 2
-    keep_object: int = 3
+    object: Cadence = field(default_factory=lambda: Cadence(every_steps=200))
+    keep_disk: Keep = field(default_factory=lambda: Keep(newest=2))
+    keep_object: Keep = field(default_factory=lambda: Keep(newest=3))
     max_remembered: int = 256
+    max_metrics: int = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One step of one generation. shards: by rank, as acknowledged by the agents."""
+    """One step of one generation. shards: by rank, as acknowledged by the agents.
+
+    outward_s: when it was chosen for the object tier, or found there. size: bytes of its shards
+    where those are not known one by one; 0: not known either.
+    """
 
     step: int
     generation: int
@@ -52,16 +59,27 @@ class Checkpoint:
     since_s: float = 0.0
     final: bool = False
     wants_object: bool = False
+    outward_s: float = 0.0
     shards: Mapping[int, ShardPersisted] = field(default_factory=dict)
     uploaded: frozenset[int] = frozenset()
     on_disk: bool = False
     on_object: bool = False
     reason: str = ""
+    size: int = 0
 
     @property
     def key(self) -> Key:
         """(step, generation)."""
         return self.step, self.generation
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on a tier, tensors and extras; 0 if unknown."""
+        return sum(s.num_bytes + s.extras_bytes for s in self.shards.values()) or self.size
+
+    def on_tier(self, tier: Tier) -> bool:
+        """True if it is committed there."""
+        return self.on_disk if tier == "disk" else self.on_object
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -79,7 +97,8 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointBook:
     """All steps that some tier may hold, and what was ignored, by reason. finishing: no step
-    comes after those that are under way.
+    comes after those that are under way. metrics: by step of the line, as far as rows told.
+    began_s: when the first generation was formed.
     """
 
     limits: Limits = Limits()
@@ -88,6 +107,17 @@ class CheckpointBook:
     protected: frozenset[Key] = frozenset()
     finishing: bool = False
     ignored: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[int, float] = field(default_factory=dict)
+    began_s: float = 0.0
+
+    def having(self, known: Checkpoint) -> CheckpointBook:
+        """The book with this step as it is now."""
+        return replace(self, steps={**self.steps, known.key: known})
+
+    def on_line(self) -> list[Checkpoint]:
+        """The steps of the surviving line, oldest first."""
+        found = (c for c in self.steps.values() if self.lineage.on_line(c.generation, c.step))
+        return sorted(found, key=lambda c: (c.generation, c.step))
 
     @property
     def saving(self) -> bool:
@@ -96,13 +126,7 @@ class CheckpointBook:
 
     def newest(self, tier: Tier) -> int | None:
         """The newest step on disk or object that is on the line, or None."""
-        found = [
-            c.step
-            for c in self.steps.values()
-            if (c.on_disk if tier == "disk" else c.on_object)
-            and self.lineage.on_line(c.generation, c.step)
-        ]
-        return max(found, default=None)
+        return max((c.step for c in self.on_line() if c.on_tier(tier)), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +190,21 @@ class Adopted:
     checkpoint: Checkpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A metric row gives this value to a step; the newest word counts."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """The answer to ReadPins: these steps are pinned. Retention happens now."""
+
+    steps: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Finishing:
     """Every rank has returned: the newest step is the last one and goes to every tier."""
@@ -187,6 +226,8 @@ CheckpointEvent = (
     | LogFailed
     | GenerationFormed
     | Adopted
+    | Measured
+    | Pins
     | Finishing
     | Deadline
 )
@@ -213,6 +254,11 @@ class LogCommit:
     checkpoint: Checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class ReadPins:
+    """Something was committed, so something may go: read the pins and answer Pins."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
     """Delete a step's files from a tier. nodes: where (disk only)."""
@@ -235,5 +281,5 @@ class Note:
     level: str = "info"
 
 
-CheckpointAction = Publish | Upload | LogCommit | Discard | Note
+CheckpointAction = Publish | Upload | LogCommit | ReadPins | Discard | Note
 Outcome = tuple[CheckpointBook, list[CheckpointAction]]
