@@ -10,14 +10,17 @@
         │   ├── RunExistsError      the run id is taken by another specification
         │   ├── AmbiguousRunError   a prefix that fits several runs
         │   ├── RunFinishedError    a finished run cannot be resumed or stopped
+        │   ├── RunAliveError       checkpoints of a run that is not over are its supervisor's
         │   ├── ClusterUnreachableError   nothing answers at the given address
         │   └── StoreUnwritableError      the store refuses to be written
         ├── ClusterStartError       1   a local Ray cluster did not come up
         ├── NotFinishedError      101   the time to wait is over, or the run was lost
-        └── RunNotFoundError      102   no such run in this store
+        ├── RunNotFoundError      102   no such run in this store
+        ├── CheckpointNotFoundError 102 the run has no such step
+        └── CheckpointBrokenError 100   no copy of the step is whole
 
-Errors of the floors below that a caller can fix (drift, lease held, unsupported store) also exit
-with 2: `exit_code` knows them.
+Errors of the floors below that a caller can fix (drift, lease held, unsupported store, a step that
+must stay) also exit with 2: `exit_code` knows them.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from relit_platform.errors import DriftError, PlatformError
 from relit_storage.errors import (
     LeaseHeldError,
     RelitError,
+    RetentionError,
     StorageError,
     StoreAddressError,
     StoreUnavailableError,
@@ -49,11 +53,14 @@ __all__ = [
     "RunExistsError",
     "AmbiguousRunError",
     "RunFinishedError",
+    "RunAliveError",
     "ClusterUnreachableError",
     "StoreUnwritableError",
     "ClusterStartError",
     "NotFinishedError",
     "RunNotFoundError",
+    "CheckpointNotFoundError",
+    "CheckpointBrokenError",
     "exit_code",
 ]
 
@@ -122,6 +129,13 @@ class RunFinishedError(BadInputError):
     template = "run {run} is {state}: there is nothing to {verb}."
 
 
+class RunAliveError(BadInputError):
+    """Fields: run, state, verb."""
+
+    template = "run {run} is {state}: its supervisor owns its checkpoints, so {verb} is refused."
+    fix = "Wait until it is over, or `relit stop` it first; `relit ckpt pin` works at any time."
+
+
 class ClusterUnreachableError(BadInputError):
     """Fields: address, cause."""
 
@@ -160,9 +174,25 @@ class RunNotFoundError(JobError):
     fix = "relit ls shows the runs of a store; --store or RELIT_STORE chooses it."
 
 
+class CheckpointNotFoundError(JobError):
+    """Fields: run, what ("step 7", "checkpoint"), there (a sentence about what is)."""
+
+    exit_code = NOT_FOUND
+    template = "run {run} has no {what}; {there}."
+
+
+class CheckpointBrokenError(JobError):
+    """Fields: run, what ("step 7"), refusals (a list of "tier step: file: reason")."""
+
+    exit_code = FAILED
+    template = "run {run}: no copy of {what} is whole: {refusals}."
+    fix = "relit ckpt verify RUN --deep names every file that is refused."
+
+
 _CALLERS = (
     DriftError,
     LeaseHeldError,
+    RetentionError,
     StoreAddressError,
     StoreUnavailableError,
     UnsupportedStoreError,

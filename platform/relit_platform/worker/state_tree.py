@@ -103,6 +103,14 @@ def restore(
         _load(name, holder, states[name])
 
 
+def unflatten(tensors: Mapping[str, Tensor], skeleton: Json) -> dict[str, Any]:
+    """The states that `flatten` took apart, by registered name; they hold the given tensors.
+
+    Raises StateMismatchError if a tensor is missing, StateError for a skeleton of another kind.
+    """
+    return {name: _decode(node, tensors, name) for name, node in skeleton.items()}
+
+
 def state_of(holder: StateHolder) -> Any:
     """What a registered object gives as its state; tensors alias the live ones."""
     return holder[0]() if isinstance(holder, tuple) else holder.state_dict()

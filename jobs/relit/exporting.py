@@ -1,0 +1,253 @@
+"""A committed step in formats that others read: Hugging Face, torch.distributed.checkpoint, torch.
+
+    hf      model.safetensors (several files and an index above a size): the weights under their
+            own names. The rest, unless left out, in state.safetensors
+    dcp     a directory for torch.distributed.checkpoint, keys <registered name>.<path>
+    torch   checkpoint.pt, a torch.save of {registered name: state}
+
+Beside each lies relit.json: which run and step it was, the data position and the ids. Weights are
+the registered objects whose state is one flat dictionary of tensors, as an nn.Module's is. Every
+byte is checked on the way. The folder appears whole or not at all. torch is imported for dcp and
+torch alone; both write from a mapped scratch file, so that memory stays at one tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from relit.errors import BadInputError
+from relit_storage.checkpoint.copy_reading import CopyReader
+from relit_storage.checkpoint.durable import sync_dir, write_file
+from relit_storage.checkpoint.image import ImageLayout
+from relit_storage.checkpoint.manifest import TensorEntry
+from relit_storage.checkpoint.safetensors_file import Named, write_sharded, write_tensors
+from relit_storage.errors import CorruptShardError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Json = dict[str, Any]
+Format = Literal["hf", "dcp", "torch"]
+OnBytes = Callable[[int], None]
+ABOUT = "relit.json"
+TORCH_FILE = "checkpoint.pt"
+_SCRATCH = ".scratch.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What of a step is exported: the structure of the objects, and the tensors in it."""
+
+    objects: Json
+    tensors: tuple[TensorEntry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors."""
+        pieces = (piece.byte_range for tensor in self.tensors for piece in tensor.pieces)
+        return sum(end - begin for begin, end in pieces)
+
+
+def select(reader: CopyReader, *, weights_only: bool) -> Selection:
+    """Reads the structure that rank 0 saved. CorruptShardError; BadInputError without weights."""
+    objects = reader.extras(0).get("objects")
+    if not isinstance(objects, dict):
+        file = reader.manifest.shard(0).extras_file
+        raise CorruptShardError(file=file, reason="the structure of the state is not in it")
+    if weights_only:
+        objects = {name: node for name, node in objects.items() if is_weights(node)}
+        if not objects:
+            raise BadInputError("no registered object is a flat dictionary of tensors.")
+    wanted = set(_tensor_names(objects))
+    tensors = tuple(tensor for tensor in reader.manifest.tensors if tensor.name in wanted)
+    missing = wanted - {tensor.name for tensor in tensors}
+    if missing:
+        reason = f"it names tensors that were not saved: {sorted(missing)[:3]}"
+        raise CorruptShardError(file=reader.manifest.shard(0).extras_file, reason=reason)
+    return Selection(objects=objects, tensors=tensors)
+
+
+def is_weights(node: Any) -> bool:
+    """True for the structure of an nn.Module's state: names and tensors, nothing nested."""
+    if not isinstance(node, dict) or "$d" in node or "$T" in node:
+        return False
+    values = [v for key, v in node.items() if not key.endswith("_extra_state")]
+    return bool(values) and all(isinstance(v, dict) and v.keys() == {"$T"} for v in values)
+
+
+def export(
+    reader: CopyReader,
+    selection: Selection,
+    folder: str,
+    to: Format,
+    *,
+    max_file_bytes: int,
+    on_bytes: OnBytes = lambda count: None,
+) -> list[str]:
+    """Write the folder, which must be new or empty; the names of its files. Blocks for all of it.
+
+    CorruptShardError, OSError: nothing is left behind. BadInputError if the folder is in use, or
+    if the format cannot hold the state.
+    """
+    with _new_folder(folder) as pending:
+        if to == "hf":
+            _write_hf(reader, selection, pending, max_file_bytes, on_bytes)
+        else:
+            _write_with_torch(reader, selection, pending, to, on_bytes)
+        about = _about(reader, selection, to)
+        text = json.dumps(about, sort_keys=True, indent=2)
+        write_file(os.path.join(pending, ABOUT), [text.encode()])
+        names = os.listdir(pending)
+    return sorted(names)
+
+
+@contextlib.contextmanager
+def _new_folder(folder: str) -> Iterator[str]:
+    """A folder beside the wanted one, which gets its name in the end."""
+    path = os.path.abspath(os.path.expanduser(folder))
+    if os.path.lexists(path) and (not os.path.isdir(path) or os.listdir(path)):
+        raise BadInputError(f"{folder} is there already and not an empty directory.")
+    parent, name = os.path.split(path)
+    os.makedirs(parent, exist_ok=True)
+    pending = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
+    os.mkdir(pending)
+    try:
+        yield pending
+        sync_dir(pending)
+        os.rename(pending, path)
+        sync_dir(parent)
+    except BaseException:
+        shutil.rmtree(pending, ignore_errors=True)
+        raise
+
+
+def _about(reader: CopyReader, selection: Selection, to: Format) -> Json:
+    manifest = reader.manifest
+    about = {
+        "v": 1,
+        "run_id": manifest.run_id,
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "cursor": manifest.cursor,
+        "ids": dict(manifest.ids),
+        "format": to,
+        "registered": sorted(selection.objects),
+    }
+    return {**about, "objects": selection.objects} if to == "hf" else about
+
+
+# ---- Hugging Face ----
+
+
+def _write_hf(
+    reader: CopyReader, selection: Selection, folder: str, max_file_bytes: int, on_bytes: OnBytes
+) -> None:
+    by_name = {tensor.name: tensor for tensor in selection.tensors}
+    names, aliases = _hf_names(selection.objects)
+    if not names:
+        raise BadInputError("no registered object is a flat dictionary of tensors; use --to torch.")
+    weights = [Named(hf_name, by_name[saved]) for saved, hf_name in names.items()]
+    write_sharded(
+        folder, "model", reader, weights, aliases, max_file_bytes=max_file_bytes, on_bytes=on_bytes
+    )
+    rest = [Named(tensor.name, tensor) for name, tensor in by_name.items() if name not in names]
+    if rest:
+        path = os.path.join(folder, "state.safetensors")
+        write_tensors(path, reader, rest, {}, on_bytes)
+
+
+def _hf_names(objects: Json) -> tuple[dict[str, str], dict[str, str]]:
+    """(name by saved name, aliases as safetensors' own save_model writes them: alias -> kept)."""
+    weights = {name: node for name, node in objects.items() if is_weights(node)}
+    names: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for registered, node in weights.items():
+        for key, value in node.items():
+            if not isinstance(value, dict) or value.keys() != {"$T"}:
+                continue  # extra state of a module: in relit.json
+            name = key if len(weights) == 1 else f"{registered}.{key}"
+            if value["$T"] in names:
+                aliases[name] = names[value["$T"]]
+            else:
+                names[value["$T"]] = name
+    return names, aliases
+
+
+# ---- torch ----
+
+
+def _write_with_torch(
+    reader: CopyReader, selection: Selection, folder: str, to: Format, on_bytes: OnBytes
+) -> None:
+    import torch
+
+    from relit_platform.worker.state_tree import unflatten
+
+    scratch = os.path.join(folder, _SCRATCH)
+    named = [Named(tensor.name, tensor) for tensor in selection.tensors]
+    layout = write_tensors(scratch, reader, named, {}, on_bytes)
+    state = unflatten(_mapped(scratch, layout), selection.objects)
+    if to == "torch":
+        path = os.path.join(folder, TORCH_FILE)
+        with open(path, "xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    else:
+        _save_dcp(state, folder)
+    os.unlink(scratch)
+
+
+def _save_dcp(state: Mapping[str, Any], folder: str) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
+    with warnings.catch_warnings():
+        # It says that this is a single process, which is what no_dist asks for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save(dict(state), storage_writer=writer, no_dist=True)
+
+
+def _mapped(path: str, layout: ImageLayout) -> dict[str, Tensor]:
+    """The tensors of a file as views of its pages: they cost no memory until they are read."""
+    import torch
+
+    from relit_platform.worker.state_tree import DTYPES
+
+    with open(path, "rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors: dict[str, Tensor] = {}
+    for spec in layout.specs:
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None:
+            raise BadInputError(f"tensor {spec.name!r} is {spec.dtype}, which torch does not have.")
+        if spec.num_bytes:
+            count, offset = spec.num_bytes // dtype.itemsize, layout.offset(spec.name)
+            flat = torch.frombuffer(pages, dtype=dtype, count=count, offset=offset)
+            tensors[spec.name] = flat.view(spec.shape)
+        else:
+            tensors[spec.name] = torch.empty(spec.shape, dtype=dtype)
+    return tensors
+
+
+def _tensor_names(node: Any) -> Iterable[str]:
+    """Names of all tensors in a structure."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _tensor_names(item)
+    elif isinstance(node, dict):
+        if node.keys() == {"$T"}:
+            yield str(node["$T"])
+        else:
+            for item in node.values():
+                yield from _tensor_names(item)

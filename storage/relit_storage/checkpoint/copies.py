@@ -1,0 +1,171 @@
+"""Where the checkpoints of a run lie: one copy for each committed step and tier.
+
+Read from the run directory (commit log, manifests) and from folders of nodes' disks, without a
+cluster. A copy whose manifest is refused is listed too, with the reason: tools name it, nobody
+reads from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from relit_storage.checkpoint.commit_log import CommitLog
+from relit_storage.checkpoint.log_records import LogRecord
+from relit_storage.checkpoint.manifest import Manifest
+from relit_storage.errors import ManifestError, ObjectMissingError
+from relit_storage.run.layout import STEPS_PREFIX, log_key, manifest_key, parse_step_prefix
+from relit_storage.stores.protocol import ObjectStore
+
+TierName = Literal["disk", "object"]  # nearest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A file that is not what was committed, and why. step is -1 for a slot of the commit log."""
+
+    tier: TierName
+    step: int
+    generation: int
+    file: str
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = "commit log" if self.step < 0 else f"step {self.step}"
+        return f"{self.tier} {where}: {self.file}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCopy:
+    """A committed step on one tier. manifest None: it was refused, and problem says why.
+
+    stores hold its files: the run's own view, or one store for each node folder on disk.
+    committed_at_s is Unix seconds, by whoever committed it.
+    """
+
+    tier: TierName
+    step: int
+    generation: int
+    stores: tuple[ObjectStore, ...] = field(repr=False)
+    manifest: Manifest | None
+    problem: str = ""
+    committed_at_s: float = 0.0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer copies compare greater, as in retention."""
+        return self.generation, self.step
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its shards and extras by the manifest; 0 without one."""
+        shards = self.manifest.shards if self.manifest else ()
+        return sum(shard.num_bytes + shard.extras_bytes for shard in shards)
+
+    def find(self, key: str) -> tuple[ObjectStore, int] | None:
+        """The store that has an object of this copy, and its size; None if none has. StoreError."""
+        for store in self.stores:
+            size = store.size(key)
+            if size is not None:
+                return store, size
+        return None
+
+    def refusal(self, file: str, reason: str) -> Refusal:
+        """One file of this copy, refused."""
+        return Refusal(
+            tier=self.tier, step=self.step, generation=self.generation, file=file, reason=reason
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Copies, newest first and of one step the nearest first; and unreadable slots of the log."""
+
+    copies: tuple[StepCopy, ...]
+    log_refusals: tuple[Refusal, ...] = ()
+
+    def of_step(self, step: int) -> tuple[StepCopy, ...]:
+        """The copies of one step."""
+        return tuple(copy for copy in self.copies if copy.step == step)
+
+
+def take_inventory(run: ObjectStore, disks: Sequence[ObjectStore] = ()) -> Inventory:
+    """Everything committed of a run: `run` is its directory, `disks` node folders. Blocks; reads
+    the commit log and each manifest once. StoreError if a tier cannot be read.
+    """
+    view = CommitLog(run).replay()
+    copies = [_object_copy(run, record) for record in view.commits]
+    copies += _disk_copies(disks)
+    copies.sort(key=lambda copy: (*copy.order, copy.tier == "disk"), reverse=True)
+    refusals = tuple(
+        Refusal(tier="object", step=-1, generation=-1, file=log_key(seq), reason=reason)
+        for seq, reason in view.refused
+    )
+    return Inventory(tuple(copies), refusals)
+
+
+def _object_copy(run: ObjectStore, record: LogRecord) -> StepCopy:
+    manifest, problem = None, ""
+    try:
+        raw = run.get(record.manifest_key)
+        if hashlib.sha256(raw).hexdigest() != record.manifest_sha256:
+            problem = "the manifest is not the one that was committed"
+        else:
+            manifest, problem = _parsed(raw, record.step, record.generation)
+    except ObjectMissingError:
+        problem = "the manifest is missing"
+    return StepCopy(
+        tier="object",
+        step=record.step,
+        generation=record.generation,
+        stores=(run,),
+        manifest=manifest,
+        problem=problem,
+        committed_at_s=record.at_s,
+    )
+
+
+def _disk_copies(disks: Sequence[ObjectStore]) -> Iterable[StepCopy]:
+    """One for each manifest: every node has the same bytes, and shards of its own."""
+    found: dict[tuple[int, int], set[bytes]] = {}
+    for disk in disks:
+        for place in _places(disk):
+            try:
+                raw = disk.get(manifest_key(*place))
+            except ObjectMissingError:
+                continue  # without its manifest the step does not exist
+            found.setdefault(place, set()).add(raw)
+    for (step, generation), raws in found.items():
+        for raw in sorted(raws):
+            manifest, problem = _parsed(raw, step, generation)
+            yield StepCopy(
+                tier="disk",
+                step=step,
+                generation=generation,
+                stores=tuple(disks),
+                manifest=manifest,
+                problem=problem,
+                committed_at_s=manifest.created_at_s if manifest else 0.0,
+            )
+
+
+def _places(disk: ObjectStore) -> set[tuple[int, int]]:
+    keys = (parse_step_prefix(key) for key in disk.list(STEPS_PREFIX))
+    return {place for place in keys if place is not None}
+
+
+def _parsed(raw: bytes, step: int, generation: int) -> tuple[Manifest | None, str]:
+    key = manifest_key(step, generation)
+    try:
+        manifest = Manifest.from_bytes(raw, key)
+    except ManifestError as error:
+        return None, str(error.fields["reason"])
+    if (manifest.step, manifest.generation) != (step, generation):
+        return None, f"is of step {manifest.step}, generation {manifest.generation}"
+    return manifest, ""

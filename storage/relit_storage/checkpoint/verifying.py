@@ -1,0 +1,98 @@
+"""Reading a committed step again to see whether it is whole; every refused file is named.
+
+Without `deep`: the manifest (against the commit log, done by `take_inventory`), the size of each
+file, and each image's header against the manifest. With it, every byte and its checksum, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy
+from relit_storage.checkpoint.copy_reading import CopyReader, ref_of
+from relit_storage.checkpoint.image import MAX_HEADER_BYTES, parse_header
+from relit_storage.checkpoint.manifest import Manifest, ShardEntry
+from relit_storage.errors import CorruptShardError, ObjectMissingError
+from relit_storage.run.layout import manifest_key
+
+OnBytes = Callable[[int], None]
+
+
+def verify_copy(
+    copy: StepCopy, *, deep: bool, on_bytes: OnBytes = lambda count: None
+) -> list[Refusal]:
+    """Every file of a copy that is not what was committed; blocks for the reads.
+
+    on_bytes hears of each piece of `copy.num_bytes` that is done with. StoreUnavailableError.
+    """
+    if copy.manifest is None:
+        return [copy.refusal(manifest_key(copy.step, copy.generation), copy.problem)]
+    reader = CopyReader(copy)
+    refusals = []
+    for shard in copy.manifest.shards:
+        for file, check in ((shard.file, _check_image), (shard.extras_file, _check_extras)):
+            try:
+                check(reader, shard, deep, on_bytes)
+            except CorruptShardError as error:
+                refusals.append(copy.refusal(file, str(error.fields["reason"])))
+    return refusals
+
+
+def newest_whole(inventory: Inventory, *, deep: bool, tier: str) -> StepCopy | None:
+    """The newest copy on a tier in which nothing is refused; reads until one is found."""
+    for copy in inventory.copies:
+        if copy.tier == tier and not verify_copy(copy, deep=deep):
+            return copy
+    return None
+
+
+def _check_image(reader: CopyReader, shard: ShardEntry, deep: bool, on_bytes: OnBytes) -> None:
+    ref = ref_of(shard)
+    _check_header(reader, shard)
+    if not deep:
+        on_bytes(shard.num_bytes)
+        return
+    for index in range(len(ref.checksums)):
+        reader.chunk(shard, index)
+        begin, end = ref.chunk_range(index)
+        on_bytes(end - begin)
+
+
+def _check_header(reader: CopyReader, shard: ShardEntry) -> None:
+    found = reader.copy.find(shard.file)
+    if found is None:
+        raise CorruptShardError(file=shard.file, reason="is missing")
+    store, size = found
+    if size != shard.num_bytes:
+        raise CorruptShardError(file=shard.file, reason=f"{size} bytes, expected {shard.num_bytes}")
+    try:
+        length = int.from_bytes(store.get_range(shard.file, 0, 8), "little")
+        head = store.get_range(shard.file, 0, 8 + min(length, MAX_HEADER_BYTES, size))
+    except ObjectMissingError:
+        raise CorruptShardError(file=shard.file, reason="is missing") from None
+    layout = parse_header(head, size, shard.file)
+    lies = {(spec.name, spec.dtype, spec.shape, layout.offset(spec.name)) for spec in layout.specs}
+    if lies != _expected(reader.manifest, shard.file):
+        reason = "its header names other tensors than the manifest"
+        raise CorruptShardError(file=shard.file, reason=reason)
+
+
+def _expected(manifest: Manifest, file: str) -> set[tuple[str, str, tuple[int, ...], int]]:
+    return {
+        (tensor.name, tensor.dtype, piece.shape, piece.byte_range[0])
+        for tensor in manifest.tensors
+        for piece in tensor.pieces
+        if piece.file == file
+    }
+
+
+def _check_extras(reader: CopyReader, shard: ShardEntry, deep: bool, on_bytes: OnBytes) -> None:
+    found = reader.copy.find(shard.extras_file)
+    if found is None:
+        raise CorruptShardError(file=shard.extras_file, reason="is missing")
+    if found[1] != shard.extras_bytes:
+        reason = f"{found[1]} bytes, expected {shard.extras_bytes}"
+        raise CorruptShardError(file=shard.extras_file, reason=reason)
+    if deep:
+        reader.extras(shard.rank)
+    on_bytes(shard.extras_bytes)
