@@ -103,8 +103,7 @@ def export(
             _write_hf(reader, selection, pending, max_file_bytes, on_bytes)
         else:
             _write_with_torch(reader, selection, pending, to, on_bytes)
-        about = _about(reader, selection, to)
-        text = json.dumps(about, sort_keys=True, indent=2)
+        text = json.dumps(_about(reader, selection, to), indent=2)  # the order of keys is state
         write_file(os.path.join(pending, ABOUT), [text.encode()])
         names = os.listdir(pending)
     return sorted(names)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 from run_files import Driver, FakeJobs, write_code
@@ -234,12 +235,20 @@ def test_runs_complete_from_the_store(shell: Shell) -> None:
     assert (complete(run[:2]), complete("x")) == ([run], [])
 
 
+def _tools_of(command: click.Command) -> list[click.Command]:
+    if not isinstance(command, click.Group):
+        return [command]
+    context = click.Context(command)
+    found = [command.get_command(context, name) for name in command.list_commands(context)]
+    assert found and None not in found
+    return [tool for tool in found if tool is not None]
+
+
 def test_every_verb_answers_json() -> None:
     for verb, home in _VERBS.items():
         module, _, name = home.partition(":")
         command = getattr(importlib.import_module(module), name)
-        commands = getattr(command, "commands", {verb: command}).values()
-        for each in commands:
+        for each in _tools_of(command):
             assert verb == "completion" or "--json" in {o for p in each.params for o in p.opts}
 
 

@@ -15,6 +15,14 @@ USES = {
     "every verb's help": (
         "from relit.cli.main import _VERBS, main; [main([verb, '--help']) for verb in _VERBS]"
     ),
+    "every checkpoint tool's help": (
+        "from relit.cli.ckpt import _TOOLS; from relit.cli.main import main; "
+        "[main(['ckpt', tool, '--help']) for tool in _TOOLS]"
+    ),
+    "checkpoints not found": (
+        "import relit.checkpoints, relit.exporting; from relit.cli.main import main; "
+        "assert main(['ckpt', 'verify', 'nope']) == 102"
+    ),
     "a run read": (
         "import relit, tempfile; c = relit.Client(store=tempfile.mkdtemp()); assert c.list() == []"
     ),

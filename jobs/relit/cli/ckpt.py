@@ -6,12 +6,21 @@ import click
 
 from relit.cli.lazy import LazyGroup
 
-_TOOLS: dict[str, str] = {}
+_TOOLS: dict[str, str] = {
+    "ls": "relit.cli.ckpt_looking:ls",
+    "show": "relit.cli.ckpt_looking:show",
+    "verify": "relit.cli.ckpt_looking:verify",
+    "diff": "relit.cli.ckpt_looking:diff",
+    "export": "relit.cli.ckpt_export:export",
+    "pin": "relit.cli.ckpt_changing:pin",
+    "rm": "relit.cli.ckpt_changing:rm",
+    "gc": "relit.cli.ckpt_changing:gc",
+}
 
 
 @click.group(cls=LazyGroup, verbs=_TOOLS, short_help="Look at, check and export checkpoints.")
 def ckpt() -> None:
     """Work on a run's checkpoints, from its run directory alone: no cluster is needed.
 
-    STEP is a number; where it may be left out, the newest committed step is meant.
+    STEP is a number. export without one takes the newest step that is whole, verify checks all.
     """

@@ -1,0 +1,216 @@
+"""A run's checkpoints as a person handles them: looked at, chosen, pinned and given up.
+
+Works on the run directory and on folders of nodes' disks, without a cluster and without torch.
+What deletes takes the run's lease first: a supervisor that is alive refuses it that way, and one
+that starts meanwhile waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from relit.errors import (
+    BadInputError,
+    CheckpointBrokenError,
+    CheckpointNotFoundError,
+    RunAliveError,
+)
+from relit.reading import RunReader
+from relit.run_state import LOST, TERMINAL
+from relit_storage.checkpoint.commit_log import CommitLog
+from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy, take_inventory
+from relit_storage.checkpoint.copy_reading import CopyReader
+from relit_storage.checkpoint.pins import read_pins, remove_pin, write_pin
+from relit_storage.checkpoint.sweeping import (
+    Garbage,
+    Place,
+    files_of,
+    garbage_of,
+    give_up,
+    plan_sweep,
+)
+from relit_storage.checkpoint.verifying import newest_whole, verify_copy
+from relit_storage.errors import RetentionError
+from relit_storage.run.layout import STEPS_PREFIX
+from relit_storage.run.lease import Lease
+from relit_storage.stores.local import LocalStore
+
+LEASE_S = 60.0  # of a deletion; renewed while it goes on
+OnGarbage = Callable[[Garbage], None]
+
+
+class Checkpoints:
+    """The checkpoints of one run. disks are folders given by hand; by default those of this
+    machine that the run's configuration names. Every method blocks for the store (StoreError).
+    """
+
+    def __init__(self, reader: RunReader, disks: Sequence[str] = ()) -> None:
+        self._reader = reader
+        self._disks = [LocalStore(path) for path in self._disk_folders(disks)]
+
+    def inventory(self) -> Inventory:
+        """Everything committed, newest first."""
+        return take_inventory(self._reader.store, self._disks)
+
+    def copies(self, step: int | None) -> tuple[StepCopy, ...]:
+        """Copies of a step, of all steps without one. CheckpointNotFoundError if there is none."""
+        inventory = self.inventory()
+        found = inventory.copies if step is None else inventory.of_step(step)
+        if not found:
+            raise self._not_found(step, inventory)
+        return found
+
+    def pins(self) -> frozenset[int]:
+        """The pinned steps."""
+        return read_pins(self._reader.store)
+
+    def readable(self, step: int | None) -> tuple[CopyReader, list[Refusal]]:
+        """A reader of the newest copy that is whole by size and header, and what was passed over.
+
+        Without a step the newest whole one. CheckpointNotFoundError, CheckpointBrokenError.
+        """
+        refusals: list[Refusal] = []
+        for copy in self.copies(step):
+            said = verify_copy(copy, deep=False)
+            if not said:
+                return CopyReader(copy), refusals
+            refusals += said
+        what = "any step" if step is None else f"step {step}"
+        raise CheckpointBrokenError(
+            run=self._reader.run_id, what=what, refusals="; ".join(map(str, refusals))
+        )
+
+    def still_broken(self, refusals: Sequence[Refusal]) -> list[Refusal]:
+        """Without those of steps that retention has taken away while they were read."""
+        there = {(copy.tier, copy.step, copy.generation) for copy in self.inventory().copies}
+        return [r for r in refusals if r.step < 0 or (r.tier, r.step, r.generation) in there]
+
+    # ---- what changes a run ----
+
+    def pin(self, step: int, reason: str) -> bool:
+        """Keep a step of the object tier for ever; False if it was pinned already.
+
+        CheckpointNotFoundError if it is not committed there, also if retention is faster.
+        """
+        self._require_commit(step)
+        new = write_pin(self._reader.store, step, reason=reason, at_s=time.time())
+        try:
+            self._require_commit(step)
+        except CheckpointNotFoundError:
+            remove_pin(self._reader.store, step)
+            raise
+        return new
+
+    def unpin(self, step: int) -> bool:
+        """Let retention decide again; False if the step was not pinned."""
+        return remove_pin(self._reader.store, step)
+
+    def remove(self, step: int) -> Garbage:
+        """Give up one step of the object tier; what was deleted. Reads the newest step whole.
+
+        CheckpointNotFoundError; RunAliveError; RetentionError if it must stay.
+        """
+        with self._driving("rm") as lease:
+            place = self._require_commit(step)
+            if step in self.pins():
+                raise RetentionError(step=step, reason="it is pinned")
+            if place in self._spared(deep=True):
+                raise RetentionError(step=step, reason="it is the newest one that is whole")
+            store, log = self._reader.store, CommitLog(self._reader.store)
+            newest = log.replay().newest
+            if newest is not None and newest.identity == place:
+                raise RetentionError(step=step, reason="it is the newest commit")
+            garbage = garbage_of(store, place, "asked for", True, files_of(store, place))
+            _renew(lease)
+            give_up(store, log, garbage, epoch=lease.epoch, at_s=time.time())
+            return garbage
+
+    def garbage(self, keep: int | None, *, deep: bool = False) -> tuple[Garbage, ...]:
+        """What `gc` would delete. deep: the newest step to be spared is read whole."""
+        store = self._reader.store
+        view = CommitLog(store).replay()
+        return plan_sweep(
+            store, view, keep=keep, spared=self._spared(deep=deep), pins=read_pins(store)
+        )
+
+    def collect(self, keep: int | None, on_garbage: OnGarbage) -> tuple[Garbage, ...]:
+        """Delete the garbage of a run that is not alive; what was deleted. RunAliveError."""
+        with self._driving("gc --yes") as lease:
+            log = CommitLog(self._reader.store)
+            found = self.garbage(keep, deep=True)
+            for garbage in found:
+                _renew(lease)
+                give_up(self._reader.store, log, garbage, epoch=lease.epoch, at_s=time.time())
+                on_garbage(garbage)
+            return found
+
+    # ---- inside ----
+
+    def _spared(self, *, deep: bool) -> frozenset[Place]:
+        whole = newest_whole(take_inventory(self._reader.store), deep=deep, tier="object")
+        return frozenset() if whole is None else frozenset({(whole.step, whole.generation)})
+
+    def _require_commit(self, step: int) -> Place:
+        for copy in take_inventory(self._reader.store).of_step(step):
+            return copy.step, copy.generation
+        raise self._not_found(step, self.inventory())
+
+    @contextlib.contextmanager
+    def _driving(self, verb: str) -> Iterator[Lease]:
+        state = self._reader.status()["state"]
+        if state not in TERMINAL | {LOST}:
+            raise RunAliveError(run=self._reader.run_id, state=state, verb=verb)
+        holder = f"relit ckpt {verb} on {socket.gethostname()}, pid {os.getpid()}"
+        store, run_id = self._reader.store, self._reader.run_id
+        lease = Lease.take(store, run_id, holder, time.time(), LEASE_S)
+        try:
+            CommitLog(store).append_epoch(lease.epoch, at_s=time.time(), holder=holder)
+            yield lease
+        finally:
+            lease.release(time.time())
+
+    def _not_found(self, step: int | None, inventory: Inventory) -> CheckpointNotFoundError:
+        steps = sorted({copy.step for copy in inventory.copies})
+        listed = ", ".join(map(str, steps[-8:]))
+        there = f"the newest steps are {listed}" if steps else "nothing was committed yet"
+        what = "checkpoint" if step is None else f"step {step}"
+        return CheckpointNotFoundError(run=self._reader.run_id, what=what, there=there)
+
+    def _disk_folders(self, given: Sequence[str]) -> list[str]:
+        found = []
+        for path in given:
+            inside = _node_folders(path) or _node_folders(os.path.join(path, self._reader.run_id))
+            if not inside:
+                raise BadInputError(f"{path} holds no checkpoints of a node's disk.")
+            found += inside
+        if given:
+            return found
+        config = self._reader.config()
+        if config is None:
+            return []
+        home = os.path.expanduser(config.checkpoint.disk_dir)
+        return _node_folders(os.path.join(home, self._reader.run_id))
+
+
+def _node_folders(path: str) -> list[str]:
+    """The folder itself if it is a node's, else the node folders in it."""
+    path = os.path.expanduser(path)
+    if os.path.isdir(os.path.join(path, STEPS_PREFIX)):
+        return [path]
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return []  # no such folder here, or not ours to read
+    inside = (os.path.join(path, name) for name in names)
+    return [folder for folder in inside if os.path.isdir(os.path.join(folder, STEPS_PREFIX))]
+
+
+def _renew(lease: Lease) -> None:
+    """Before each deletion; FencedError if a supervisor has taken over since."""
+    now = time.time()
+    if lease.record.expires_at_s - now < LEASE_S / 2:
+        lease.renew(now)

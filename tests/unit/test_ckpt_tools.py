@@ -1,0 +1,226 @@
+"""`relit ckpt`: what each tool says, changes and refuses, on real run directories."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_files import Driver
+from saved_run import Saved, Trained, make_run, write_step
+
+from relit.cli.main import main
+from relit_storage.checkpoint.commit_log import CommitLog
+from relit_storage.checkpoint.pins import read_pins
+from relit_storage.run.layout import log_key, manifest_key, shard_key, step_prefix
+from relit_storage.run.lease import read_lease
+
+Shell = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
+    monkeypatch.setenv("RELIT_STORE", str(tmp_path / "store"))
+    run = make_run(tmp_path)
+    run.commit([10, 20, 30])
+    run.over()
+    return run
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["ckpt", *map(str, arguments)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def answer(shell: Shell, *arguments: object, code: int = 0) -> Any:
+    found, out, err = shell(*arguments, "--json")
+    assert found == code, err
+    return json.loads(out)
+
+
+def steps(shell: Shell) -> list[int]:
+    return [row["step"] for row in answer(shell, "ls", "r1") if row["tier"] == "object"]
+
+
+def test_ls_and_show_say_where_a_step_lies(saved: Saved, shell: Shell) -> None:
+    disk = saved.on_disk([30, 40])
+    rows = answer(shell, "ls", "r1", "--disk", disk)
+    places = [(row["step"], row["tier"]) for row in rows]
+    assert places == [(40, "disk"), (30, "disk"), (30, "object"), (20, "object"), (10, "object")]
+    assert answer(shell, "ls", "r1", "--disk", disk.parent) == rows
+    shown = answer(shell, "show", "r1", 30, "--tensors")[0]
+    assert shown["cursor"] == {"position": 240} and shown["ids"]["code"] == "d"
+    assert shown["objects"]["model"]["tensors"] + shown["objects"]["optimizer"]["tensors"] == len(
+        shown["tensor_list"]
+    )
+    assert shown["bytes"] == sum(s["bytes"] for s in shown["shards"]) + extras_bytes(saved, 30)
+    code, out, _ = shell("show", "r1", 30)
+    assert code == 0 and "object optimizer" in out and "position" in out
+    assert "object" in shell("ls", "r1")[1]
+
+
+def extras_bytes(saved: Saved, step: int) -> int:
+    folder = saved.path(step_prefix(step, 1))
+    return sum((folder / f"rank-{rank:05d}.json").stat().st_size for rank in (0, 1))
+
+
+def test_verify_exits_by_what_it_finds(saved: Saved, shell: Shell) -> None:
+    assert answer(shell, "verify", "r1", "--deep")["whole"]
+    assert answer(shell, "verify", "r1", 20)["checked"][0]["step"] == 20
+    shard = saved.path(shard_key(20, 1, 1))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert shell("verify", "r1")[0] == 0
+    refused = answer(shell, "verify", "r1", "--deep", code=100)["refused"]
+    assert [(r["step"], r["file"]) for r in refused] == [(20, shard_key(20, 1, 1))]
+    assert "checksum" in refused[0]["reason"]
+    assert shell("verify", "r1", 30, "--deep")[0] == 0
+    code, out, _ = shell("verify", "r1", 20, "--deep")
+    assert (code, "checksum" in out) == (100, True)
+
+
+MISSING = [
+    ("verify", "r1", 99),
+    ("verify", "nope"),
+    ("show", "r1", 99),
+    ("diff", "r1", 10, 99),
+    ("pin", "r1", 99),
+    ("rm", "r1", 99),
+    ("export", "r1", 99, "--to", "hf", "out"),
+]
+
+
+@pytest.mark.parametrize("arguments", MISSING)
+def test_what_is_not_there_exits_102(
+    saved: Saved, shell: Shell, arguments: tuple[object, ...]
+) -> None:
+    assert shell(*arguments)[0] == 102
+    assert read_pins(saved.store) == frozenset()
+
+
+def test_a_run_without_checkpoints_has_nothing_to_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+) -> None:
+    monkeypatch.setenv("RELIT_STORE", str(tmp_path / "store"))
+    make_run(tmp_path)
+    code, _, err = shell("verify", "r1")
+    assert code == 102 and "nothing was committed" in err
+    assert answer(shell, "ls", "r1") == []
+    assert answer(shell, "gc", "r1") == {"deleted": False, "steps": []}
+
+
+def test_an_unreadable_log_slot_fails_verify(saved: Saved, shell: Shell) -> None:
+    saved.store.put(log_key(1), b"{}")
+    refused = answer(shell, "verify", "r1", code=100)["refused"]
+    assert [r["file"] for r in refused] == [log_key(1)]
+
+
+def test_diff_counts_elements(saved: Saved, shell: Shell) -> None:
+    saved.commit([40])
+    same = answer(shell, "diff", "r1", 20, 20)
+    assert same["equal"] and same["fields"] == {}
+    found = answer(shell, "diff", "r1", 20, 40)
+    changes = {change["name"]: change for change in found["tensors"]}
+    a, b = Trained(20).flatten()[0], Trained(40).flatten()[0]
+    for name, tensor in a.items():
+        differing = int((tensor != b[name]).sum())
+        assert changes[name]["differing"] if differing else name not in changes, name
+        if differing:
+            assert changes[name]["differing"] == differing
+            most = float((tensor.double() - b[name].double()).abs().max())
+            assert changes[name]["max_abs"] == pytest.approx(most)
+    assert found["fields"]["step"] == [20, 40]
+    code, out, _ = shell("diff", "r1", 20, 40)
+    assert code == 0 and "elements differ, at most by" in out
+
+
+def test_pins_stay_through_rm_and_gc(saved: Saved, shell: Shell) -> None:
+    assert answer(shell, "pin", "r1", 10, "--reason", "paper")["changed"]
+    assert not answer(shell, "pin", "r1", 10)["changed"]
+    assert b"paper" in saved.store.get("pins/000000000010.json")
+    code, _, err = shell("rm", "r1", 10)
+    assert code == 2 and "pinned" in err
+    gone = answer(shell, "gc", "r1", "--yes", "--keep", 1)["steps"]
+    assert [step["step"] for step in gone] == [20]
+    assert steps(shell) == [30, 10]
+    assert answer(shell, "pin", "r1", 10, "--remove")["changed"]
+    assert answer(shell, "rm", "r1", 10)["deleted"]
+    assert steps(shell) == [30]
+
+
+def test_rm_retires_in_the_log_and_deletes(saved: Saved, shell: Shell) -> None:
+    assert answer(shell, "rm", "r1", 20)["files"] == 5
+    assert saved.store.list(step_prefix(20, 1)) == []
+    view = CommitLog(saved.store).replay()
+    assert [record.step for record in view.retired] == [20]
+    lease = read_lease(saved.store)
+    assert lease is not None and lease.released and view.epoch == lease.epoch
+    assert shell("rm", "r1", 20)[0] == 102
+    assert shell("verify", "r1", "--deep")[0] == 0
+
+
+@pytest.mark.parametrize("verb", [("rm", "r1", 30), ("rm", "r1", 20), ("gc", "r1", "--yes")])
+def test_a_live_run_keeps_everything(saved: Saved, shell: Shell, verb: tuple[object, ...]) -> None:
+    saved.store.delete("result.json")
+    driver = Driver(saved.store, "r1", time.time())
+    driver.status(state="RUNNING", step=31)
+    before = saved.store.list("")
+    code, _, err = shell(*verb)
+    assert code == 2 and "r1 is RUNNING" in err
+    assert saved.store.list("") == before
+    assert shell("pin", "r1", 20)[0] == 0
+    driver.lease.release(time.time())
+
+
+def test_the_newest_whole_step_is_never_removed(saved: Saved, shell: Shell) -> None:
+    assert "newest" in shell("rm", "r1", 30)[2]
+    path = saved.path(shard_key(30, 1, 0))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    for step in (20, 30):
+        code, _, err = shell("rm", "r1", step)
+        assert code == 2 and "newest" in err, step
+    assert answer(shell, "gc", "r1", "--keep", 1, "--yes")["steps"][0]["step"] == 10
+    assert steps(shell) == [30, 20]
+
+
+def test_gc_finds_leftovers_and_only_says_so_first(saved: Saved, shell: Shell) -> None:
+    write_step(saved.store, 15)  # an upload that was cut off
+    write_step(saved.store, 35, 2)  # may still be on its way
+    log = CommitLog(saved.store)
+    log.append_retire(epoch=1, generation=1, step=10, at_s=0.0)  # killed before it deleted
+    saved.commit([20], generation=2)  # the step again, after a rollback
+    found = answer(shell, "gc", "r1")
+    assert [(s["step"], s["generation"]) for s in found["steps"]] == [(10, 1), (15, 1), (20, 1)]
+    assert not found["deleted"] and saved.store.size(manifest_key(15, 1)) is not None
+    assert answer(shell, "gc", "r1", "--yes")["steps"] == found["steps"]
+    left = {key.split("/")[2] for key in saved.store.list("checkpoints/steps/")}
+    assert left == {f"{step:012d}" for step in (20, 30, 35)}
+    assert saved.store.list(step_prefix(20, 1)) == []
+    assert answer(shell, "gc", "r1") == {"deleted": False, "steps": []}
+    assert shell("verify", "r1", "--deep")[0] == 0
+
+
+def test_export_falls_back_and_says_what_it_passed_over(
+    saved: Saved, shell: Shell, tmp_path: Path
+) -> None:
+    saved.path(shard_key(30, 1, 0)).unlink()
+    code, out, err = shell("export", "r1", "--to", "torch", tmp_path / "out")
+    assert code == 0 and "step 20" in out and shard_key(30, 1, 0) in err
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    for name, tensor in Trained(20).model.state_dict().items():
+        assert torch.equal(state["model"][name], tensor)
+    code, _, err = shell("export", "r1", 30, "--to", "hf", tmp_path / "other")
+    assert code == 100 and "is missing" in err
+    assert shell("export", "r1", "--to", "torch", tmp_path / "out")[0] == 2

@@ -1,0 +1,172 @@
+"""Exports are bit-equal in the readers they are for, whole or absent, and small in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from saved_run import Saved, Tied, Trained, make_run
+from stopped_run import damage
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from relit.checkpoints import Checkpoints
+from relit.errors import BadInputError
+from relit.exporting import Format, export, is_weights, select
+from relit_platform.worker.state_tree import unflatten
+from relit_storage.checkpoint.copy_reading import CopyReader
+from relit_storage.errors import CorruptShardError
+from relit_storage.run.layout import shard_key
+
+STEP = 20
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    run = make_run(tmp_path)
+    run.commit([STEP])
+    return run
+
+
+@pytest.fixture
+def reader(saved: Saved) -> CopyReader:
+    return Checkpoints(saved.job.reader).readable(STEP)[0]
+
+
+def write(
+    reader: CopyReader, folder: Path, to: Format, *, weights_only: bool = False, limit: int = 10**9
+) -> list[str]:
+    selection = select(reader, weights_only=weights_only)
+    done: list[int] = []
+    files = export(reader, selection, str(folder), to, max_file_bytes=limit, on_bytes=done.append)
+    assert sum(done) == selection.num_bytes
+    return files
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, Tensor):
+        assert found.dtype is wanted.dtype and torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            assert_same(found[key], value)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == wanted
+
+
+def test_hf_weights_load_by_their_own_names(reader: CopyReader, tmp_path: Path) -> None:
+    files = write(reader, tmp_path / "hf", "hf", weights_only=True)
+    assert files == ["model.safetensors", "relit.json"]
+    wanted = dict(Trained(STEP).model.state_dict())
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    del wanted["head.weight"]  # tied: safetensors' own convention names the one that is kept
+    assert_same(dict(sorted(found.items())), dict(sorted(wanted.items())))
+
+
+def test_hf_loads_into_the_model(reader: CopyReader, tmp_path: Path) -> None:
+    write(reader, tmp_path / "hf", "hf")
+    model = Tied()
+    load_model(model, tmp_path / "hf" / "model.safetensors")
+    assert_same(dict(model.state_dict()), dict(Trained(STEP).model.state_dict()))
+
+
+def test_hf_with_everything_gives_the_optimizer_back(reader: CopyReader, tmp_path: Path) -> None:
+    files = write(reader, tmp_path / "hf", "hf")
+    assert files == ["model.safetensors", "relit.json", "state.safetensors"]
+    about = json.loads((tmp_path / "hf" / "relit.json").read_text())
+    assert (about["step"], about["run_id"], about["cursor"]) == (STEP, "r1", {"position": 160})
+    rest = load_file(tmp_path / "hf" / "state.safetensors")
+    found = unflatten(rest, {"optimizer": about["objects"]["optimizer"]})["optimizer"]
+    assert_same(found, Trained(STEP).optimizer.state_dict())
+
+
+def test_hf_splits_large_weights_as_transformers_does(reader: CopyReader, tmp_path: Path) -> None:
+    files = write(reader, tmp_path / "hf", "hf", weights_only=True, limit=600)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    count = len(set(index["weight_map"].values()))
+    assert count > 2 and f"model-00001-of-{count:05d}.safetensors" in files
+    found: dict[str, Tensor] = {}
+    for name, file in index["weight_map"].items():
+        found[name] = load_file(tmp_path / "hf" / file)[name]
+    total = sum(tensor.nbytes for tensor in found.values())
+    assert index["metadata"]["total_size"] == total
+    assert_same(found["embed.weight"], Trained(STEP).model.embed.weight.data)
+
+
+def test_torch_loads_with_the_weights_only_loader(reader: CopyReader, tmp_path: Path) -> None:
+    assert write(reader, tmp_path / "pt", "torch") == ["checkpoint.pt", "relit.json"]
+    found = torch.load(tmp_path / "pt" / "checkpoint.pt", weights_only=True)
+    trained = Trained(STEP)
+    assert_same(found["model"], dict(trained.model.state_dict()))
+    assert_same(found["optimizer"], trained.optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_loads_in_place(reader: CopyReader, tmp_path: Path) -> None:
+    write(reader, tmp_path / "dcp", "dcp")
+    trained, blank = Trained(STEP), Trained(1)
+    target: dict[str, Any] = {
+        "model": blank.model.state_dict(),
+        "optimizer": blank.optimizer.state_dict(),
+    }
+    load(target, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert_same(dict(target["model"]), dict(trained.model.state_dict()))
+    assert_same(target["optimizer"], trained.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_a_flipped_bit_leaves_nothing_behind(saved: Saved, tmp_path: Path, to: Format) -> None:
+    path = saved.path(shard_key(STEP, 1, 1))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    reader = Checkpoints(saved.job.reader).readable(STEP)[0]
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CorruptShardError, match="checksum"):
+        write(reader, tmp_path / "out", to)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_damaged_extras_are_refused(saved: Saved, reader: CopyReader) -> None:
+    damage(saved.path(f"{shard_key(STEP, 1, 0)[: -len('.safetensors')]}.json"), "flipped")
+    with pytest.raises(CorruptShardError, match="extras"):
+        select(reader, weights_only=False)
+
+
+def test_a_folder_in_use_is_refused_and_an_empty_one_is_taken(
+    reader: CopyReader, tmp_path: Path
+) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "x").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInputError, match="not an empty directory"):
+        write(reader, tmp_path / "used", "hf")
+    write(reader, tmp_path / "empty", "hf")
+    assert (tmp_path / "empty" / "relit.json").exists()
+
+
+KINDS = [
+    ({"a": {"$T": "model.a"}, "b.c": {"$T": "model.b.c"}}, True),
+    ({"a": {"$T": "model.a"}, "x._extra_state": {"n": 1}}, True),
+    ({"state": {"$d": [[0, {"exp_avg": {"$T": "o"}}]]}, "param_groups": []}, False),
+    ({"last_epoch": 3}, False),
+    ({}, False),
+    ({"$T": "x"}, False),
+    ([], False),
+]
+
+
+@pytest.mark.parametrize(("node", "weights"), KINDS)
+def test_which_objects_are_weights(node: Any, weights: bool) -> None:
+    assert is_weights(node) is weights
