@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,21 @@ def lab() -> Iterator[object]:
             yield harness.prepare(Path(folder))
         finally:
             cluster.stop_local_cluster()
+
+
+@pytest.fixture(scope="session")
+def calm_job(lab: Any) -> Any:
+    """The digits job that nobody touches, longer than any other of its kind."""
+    import kills
+
+    job = lab.run("calm", steps=max(1000, (kills.KILLS + 1) * kills.GAP[1]))
+    assert job.status()["state"] == "SUCCEEDED", job.status()
+    return job
+
+
+@pytest.fixture(scope="session")
+def calm(calm_job: Any) -> dict[int, float]:
+    """Its losses by step: those of every digits job with as many steps or fewer, bit for bit."""
+    import harness
+
+    return harness.losses(calm_job)

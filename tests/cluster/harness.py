@@ -63,17 +63,20 @@ class Lab:
         config = {**changes.pop("config", {}), "stop_at": stop_at, "marks": marks}
         return self.submit(name, entry=HELD, config=config, **changes)
 
-    def going(self, name: str, hold_at: int, **changes: Any) -> JobHandle:
-        """Submit the digits job that waits after this step for `let_go`; returns when it waits."""
-        marks = self.root / "marks" / name
-        config = {**changes.pop("config", {}), "go_at": [hold_at], "marks": str(marks)}
-        job = self.submit(name, entry=HELD, config=config, **changes)
-        until(job, lambda _: (marks / str(hold_at)).exists())
-        return job
+    def going(self, name: str, hold_at: list[int], **changes: Any) -> JobHandle:
+        """Submit the digits job of which rank 0 waits after each of these steps for `let_go`."""
+        marks = str(self.root / "marks" / name)
+        config = {**changes.pop("config", {}), "go_at": hold_at, "marks": marks}
+        return self.submit(name, entry=HELD, config=config, **changes)
 
-    def let_go(self, job: JobHandle) -> None:
-        """Whoever holds that job's step, or comes to it later, goes on."""
-        (self.root / "marks" / job.id / "go").touch()
+    def until_held(self, job: JobHandle, step: int) -> None:
+        """Wait until rank 0 of such a job holds the step after this one."""
+        mark = self.root / "marks" / job.id / str(step)
+        until(job, lambda _: mark.exists())
+
+    def let_go(self, job: JobHandle, step: int) -> None:
+        """Whoever holds that step, or comes to it later, goes on."""
+        (self.root / "marks" / job.id / f"go-{step}").touch()
 
     def stop_held(self, job: JobHandle, step: int) -> int:
         """Stop a `stoppable` job while it holds the step after this one; the step it stands at.
@@ -108,6 +111,11 @@ def prepare(root: Path) -> Lab:
 def losses(job: JobHandle) -> dict[int, float]:
     """Loss by step, of the surviving line."""
     return {int(row["step"]): float(row["loss"]) for row in job.metrics()}
+
+
+def head(calm: Mapping[int, float], steps: int) -> dict[int, float]:
+    """What a run of `steps` steps must show: the calm run's losses as far as that."""
+    return {step: calm[step] for step in range(1, steps + 1)}
 
 
 def until(job: JobHandle, ready: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:

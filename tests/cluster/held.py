@@ -26,7 +26,7 @@ def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
     """cfg: data, steps, and numbers of completed steps: hold_at, until a spare waits by status
     (the path of the run's status.json); stop_at, until somebody has asked for a stop, once
     each: a run that goes back to before such a step finds its mark in the folder `marks`;
-    go_at, until there is a mark `go` beside the one that says which step is held.
+    go_at, until there is a mark `go-<step>` beside the one that says which step is held.
     """
     torch.manual_seed(0)
     model = Net()
@@ -65,7 +65,7 @@ def await_go(marks: Path, step: int) -> None:
     marks.mkdir(parents=True, exist_ok=True)
     (marks / str(step)).touch()
     deadline_s = time.monotonic() + HOLD_S
-    while not (marks / "go").exists():
+    while not (marks / f"go-{step}").exists():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"nobody let step {step} go in {HOLD_S:.0f} s")
         time.sleep(LOOK_EVERY_S)

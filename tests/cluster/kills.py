@@ -71,7 +71,7 @@ def check_exact(job: JobHandle, calm: Mapping[int, float], data: Path, steps: in
     """The run ended well, with the losses of the calm run, and read each sample when it should."""
     status = job.status()
     assert status["state"] == "SUCCEEDED", status
-    assert harness.losses(job) == {step: calm[step] for step in range(1, steps + 1)}
+    assert harness.losses(job) == harness.head(calm, steps)
     rows = [LedgerRow.from_metric_row(row) for row in job.metrics()]
     digits = TableDataset.open(str(data / "train.parquet"))
     loader = Loader(digits, global_batch=rows[0].hi - rows[0].lo, seed=0, steps=steps)

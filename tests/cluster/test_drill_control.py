@@ -1,12 +1,14 @@
 """SIGKILL of everything that is not a rank: supervisor, manager, agent, driver.
 
-Each is killed twice in one run, first alone and then at the same moment as a rank. The run goes on
-under its own id, its losses are those of a run that nobody touched, bit for bit, its rows have no
-hole, at most one step is done again, and nothing is left of it on the cluster.
+Each is killed alone and at the same moment as a rank, while rank 0 holds a step, so that each kill
+has its place whatever the speed. The run goes on under its own id, its losses are those of a run
+that nobody touched, bit for bit, its rows have no hole, at most one step is done again, and nothing
+is left of it on the cluster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import harness
@@ -15,35 +17,41 @@ import victims
 
 pytestmark = pytest.mark.cluster
 
-STEPS = 900
-AT, AGAIN_AT = 150, 500
-# Who is killed when: each alone, then at the same moment as a rank. A run has one driver.
+STEPS = 600
+# Who is killed at which step. A run has one driver.
 PLANS = {
-    "supervisor": {AT: ["supervisor"], AGAIN_AT: ["supervisor", "rank"]},
-    "manager": {AT: ["manager"], AGAIN_AT: ["manager", "rank"]},
-    "agent": {AT: ["agent"], AGAIN_AT: ["agent", "rank"]},
-    "driver": {AT: ["driver"]},
-    "driver and rank": {AT: ["driver", "rank"]},
+    "supervisor": {100: ["supervisor"], 300: ["supervisor", "rank"], 500: ["driver", "rank"]},
+    "manager-agent": {
+        100: ["manager"],
+        200: ["agent"],
+        300: ["manager", "rank"],
+        400: ["agent", "rank"],
+        500: ["driver"],
+    },
 }
 
 
-@pytest.fixture(scope="module")
-def calm(lab: Any) -> dict[int, float]:
-    """The losses of the run that nobody touches."""
-    job = lab.run("control-calm", steps=STEPS)
-    assert job.status()["state"] == "SUCCEEDED", job.status()
-    return harness.losses(job)
+def all_live(status: Mapping[str, Any]) -> bool:
+    """What the status names is there, and not what was killed before."""
+    agents = [int(agent["pid"]) for agent in status["agents"]]
+    parts = [int(status["supervisor_pid"]), int(status["manager_pid"]), *agents]
+    return bool(agents) and all(map(harness.alive, [*parts, *harness.pids(status).values()]))
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_run_goes_on(lab: Any, calm: dict[int, float], plan: str) -> None:
-    job = lab.submit(f"control-{plan.replace(' ', '-')}", steps=STEPS)
+    job = lab.going(f"control-{plan}", list(PLANS[plan]), steps=STEPS)
     for step, whom in PLANS[plan].items():
-        status = harness.at_step(job, step)
+        lab.until_held(job, step)
+        status = harness.until(job, all_live)
         harness.kill(*(pid for what in whom for pid in victims.pids_of(job, status, what)))
+        lab.let_go(job, step)
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
     assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
-    assert harness.losses(job) == calm
+    assert harness.losses(job) == harness.head(calm, STEPS)
     assert max((i["lost"]["steps"] for i in job.incidents()), default=0) <= 1, job.incidents()
+    felt = [whom for whom in PLANS[plan].values() if {"supervisor", "rank"} & set(whom)]
+    classes = ["controller" if "supervisor" in whom else "worker_crash" for whom in felt]
+    assert [i["cause"]["class"] for i in job.incidents()] == classes, job.incidents()
     assert [e for e in job.events() if e["level"] == "error"] == []
     assert lab.leaks(job.id) == []

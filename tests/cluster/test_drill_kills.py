@@ -18,17 +18,10 @@ import pytest
 HELD = str(Path(__file__).with_name("held.py")) + ":train"
 WAIT, SPARE = (kills.scattered(kills.KILLS, kills.SEED, spare=spare) for spare in (False, True))
 SHORT = 40  # steps of the runs with one or two addressed kills
-STEPS = max(WAIT.steps, SPARE.steps, SHORT)
 PER_KILL_S = 25.0
 RUN_S = harness.WAIT_S + PER_KILL_S * kills.KILLS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(RUN_S + 120.0)]
-
-
-@pytest.fixture(scope="module")
-def calm(lab: Any) -> dict[int, float]:
-    """The losses of the run that nobody touches."""
-    return harness.losses(submitted(lab, "kills-calm", kills.Plan([]), STEPS))
 
 
 def submitted(lab: Any, name: str, plan: kills.Plan, steps: int, **changes: Any) -> Any:
