@@ -23,7 +23,7 @@ def send_command(store: ObjectStore, verb: str, reason: str, now: float) -> int:
 def last_command(store: ObjectStore) -> int:
     """The highest command number in a run directory; 0 if there is none."""
     numbers = (key.removeprefix(_PREFIX).partition("-")[0] for key in store.list(_PREFIX))
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def _encode(body: dict[str, object]) -> bytes:

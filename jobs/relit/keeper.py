@@ -251,7 +251,7 @@ def descendants(root: int) -> list[int]:
     """Pids below `root`, zombies that only need reaping left out."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
+        if not folder.name.isdecimal():
             continue
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()

@@ -81,7 +81,7 @@ class ShardSource:
     """Where one saved rank's shard of a step can be read.
 
     location is a slot path (memory), a file path (disk) or a store key (object). extras_location
-    is its JSON beside it ("" for memory: the slot holds both).
+    is its JSON beside it ("" for memory: the slot holds both, and says how long they are).
     """
 
     rank: int
@@ -92,6 +92,7 @@ class ShardSource:
     num_bytes: int
     chunk_bytes: int
     checksums: tuple[str, ...]
+    extras_bytes: int
     extras_checksum: str
 
 

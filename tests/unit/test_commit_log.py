@@ -230,6 +230,54 @@ def test_unreadable_slot_is_passed_over_and_said(data: bytes, reason: str) -> No
     assert steps(log) == [(100, 1)]
 
 
+def test_a_stray_file_makes_no_hole() -> None:
+    """A writer that has listed before the file came, and one that lists after it: one order."""
+    store = MemoryStore()
+    early = CommitLog(store)
+    commit(early, 100)
+    for name in (log_key(9), log_key(9).replace("9", "\u00b2"), log_key(10**20)):
+        store.put(name, store.get(log_key(1)))
+    assert commit(CommitLog(store), 200).seq == 2
+    assert commit(early, 300).seq == 3
+    for step in range(400, 1100, 100):
+        commit(early, step)
+    view = CommitLog(store).replay()
+    assert [record.step for record in view.commits] == list(range(1000, 0, -100))
+    assert [seq for seq, _ in view.refused][:1] == [9]
+
+
+def test_a_missing_slot_keeps_its_place() -> None:
+    store = MemoryStore()
+    for step in (100, 200, 300):
+        commit(CommitLog(store), step)
+    store.delete(log_key(2))
+    assert commit(CommitLog(store), 400).seq == 4
+    assert steps(CommitLog(store)) == [(400, 1), (300, 1), (100, 1)]
+
+
+def test_a_flipped_digit_is_no_other_record() -> None:
+    """Another epoch, above all: it would shut out the run's own supervisor for ever."""
+    store = MemoryStore()
+    CommitLog(store).append_epoch(1, holder="a", at_s=0.0)
+    data = store.get(log_key(1))
+    for place in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[place] ^= 1 << bit
+            store.put(log_key(1), bytes(damaged))
+            view = CommitLog(store).replay()
+            assert (view.epoch, len(view.refused)) == (0, 1), damaged
+
+
+def test_a_commit_points_into_its_own_step_only() -> None:
+    for key in ("../../x", "/etc/passwd", manifest_key(101, 1), ""):
+        record = LogRecord(
+            kind="commit", epoch=1, nonce="n", at_s=1.0, generation=1, step=100, manifest_key=key
+        )
+        with pytest.raises(ManifestError, match="is not the manifest of step 100"):
+            LogRecord.from_bytes(record.to_bytes(), "k")
+
+
 def test_record_round_trip_is_canonical() -> None:
     record = LogRecord(kind="epoch", epoch=3, nonce="n", at_s=1.5, seq=9, holder="h")
     assert LogRecord.from_bytes(record.to_bytes(), "k") == record

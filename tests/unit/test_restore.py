@@ -80,6 +80,7 @@ class Saved:
             num_bytes=ref.num_bytes,
             chunk_bytes=ref.chunk_bytes,
             checksums=ref.checksums,
+            extras_bytes=len(slot.read_extras()),
             extras_checksum=checksum(slot.read_extras()),
         )
         self.sources["disk"].append(source)

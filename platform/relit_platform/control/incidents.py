@@ -87,7 +87,7 @@ class IncidentLog:
             stems = [
                 key.removeprefix(PREFIX).removesuffix(".json") for key in self._store.list(PREFIX)
             ]
-            self._number = max((int(stem) for stem in stems if stem.isdigit()), default=0)
+            self._number = max((int(stem) for stem in stems if stem.isdecimal()), default=0)
         return self._number
 
 

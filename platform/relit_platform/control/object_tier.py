@@ -10,7 +10,13 @@ from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.log_records import LogRecord
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.checkpoint.pins import read_pins
-from relit_storage.errors import CommitConflictError, ManifestError, ObjectMissingError
+from relit_storage.errors import (
+    CommitConflictError,
+    ManifestError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
 from relit_storage.run.layout import manifest_key, step_prefix
 from relit_storage.stores.protocol import ObjectStore
 
@@ -85,7 +91,7 @@ class ObjectTier:
         problem = ""
         manifest = None
         try:
-            raw = self._store.get(record.manifest_key)
+            raw = self._store.get_range(record.manifest_key, 0, record.manifest_bytes)
             if hashlib.sha256(raw).hexdigest() != record.manifest_sha256:
                 problem = "the manifest is not the one that was committed"
             else:
@@ -94,6 +100,10 @@ class ObjectTier:
             problem = "the manifest is missing"
         except ManifestError as error:
             problem = str(error.fields.get("reason"))
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:  # of this object alone: the other steps may be whole
+            problem = str(error)
         return ObjectCommit(
             step=record.step, generation=record.generation, manifest=manifest, problem=problem
         )

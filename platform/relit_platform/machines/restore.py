@@ -24,6 +24,7 @@ from relit_platform.facts import (
     Tier,
 )
 from relit_platform.machines.lineage import Lineage
+from relit_storage.checkpoint.image import MAX_REASON
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.errors import ManifestError, NotRestorableError
 from relit_storage.run.layout import manifest_key
@@ -78,7 +79,7 @@ def plan_restore(
     """
     refused = {(r.get("tier"), r.get("step"), r.get("generation")): r for r in excluded}
     memory = list(_memory(inventories, world_nodes))
-    found = [*memory, *_disk(inventories, world_nodes), *_object(object_commits)]
+    found = [*memory, *_disk(inventories, world_nodes, run_id), *_object(object_commits, run_id)]
     found.sort(key=lambda c: (-c.step, NEARNESS[c.tier], -c.generation))
     refusals: list[Refusal] = [dict(r) for inventory in inventories for r in inventory.refusals]
     for candidate in found:
@@ -153,11 +154,14 @@ def _slot_source(slot: SlotInfo) -> ShardSource:
         num_bytes=slot.image_bytes,
         chunk_bytes=0,
         checksums=(),
+        extras_bytes=0,
         extras_checksum="",
     )
 
 
-def _disk(inventories: Sequence[NodeInventory], nodes: Collection[str]) -> Iterable[_Candidate]:
+def _disk(
+    inventories: Sequence[NodeInventory], nodes: Collection[str], run_id: str
+) -> Iterable[_Candidate]:
     for inventory in inventories:
         here = {(s.step, s.generation, s.rank): s for s in inventory.disk}
         for step, generation, raw in inventory.manifests:
@@ -172,6 +176,7 @@ def _disk(inventories: Sequence[NodeInventory], nodes: Collection[str]) -> Itera
                 continue
             candidate = replace(candidate, world=manifest.world)
             file, problem = _missing_shard(manifest, here)
+            problem = _of_another_run(manifest, run_id) or problem
             problem = problem or _elsewhere({inventory.node_id}, nodes)
             if problem:
                 yield replace(candidate, file=file or candidate.file, problem=problem)
@@ -191,7 +196,7 @@ def _missing_shard(
     return "", ""
 
 
-def _object(commits: Sequence[ObjectCommit]) -> Iterable[_Candidate]:
+def _object(commits: Sequence[ObjectCommit], run_id: str) -> Iterable[_Candidate]:
     for commit in commits:
         candidate = _Candidate(
             tier="object",
@@ -202,6 +207,8 @@ def _object(commits: Sequence[ObjectCommit]) -> Iterable[_Candidate]:
         )
         if commit.manifest is None:
             yield replace(candidate, problem=commit.problem or "manifest cannot be read")
+        elif problem := _of_another_run(commit.manifest, run_id):
+            yield replace(candidate, problem=problem)
         else:
             yield replace(candidate, shards=_entries(commit.manifest, "object", None))
 
@@ -220,10 +227,17 @@ def _entries(
             num_bytes=entry.num_bytes,
             chunk_bytes=entry.chunk_bytes,
             checksums=tuple(entry.checksums),
+            extras_bytes=entry.extras_bytes,
             extras_checksum=entry.extras_checksum,
         )
         for entry in manifest.shards
     )
+
+
+def _of_another_run(manifest: Manifest, run_id: str) -> str:
+    if run_id in ("", manifest.run_id):
+        return ""
+    return f"is a checkpoint of run {manifest.run_id!r}"[:MAX_REASON]
 
 
 def _elsewhere(places: Collection[str], nodes: Collection[str]) -> str:

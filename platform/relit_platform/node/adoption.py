@@ -73,7 +73,7 @@ def _is_orphan(folder: str) -> bool:
             owner = json.loads(file.read())
         now = _identity(int(owner["pid"]))
         return bool(owner["host"] == now["host"] and owner != now)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False  # no node folder, or one that is being made at this moment
 
 

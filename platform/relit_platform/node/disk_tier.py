@@ -21,10 +21,12 @@ from relit_storage.checkpoint.durable import (
     create_file,
     is_temporary,
     make_dirs,
+    read_file,
     sync_dir,
     write_file,
 )
-from relit_storage.checkpoint.manifest import Manifest, ShardEntry
+from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, ShardEntry
+from relit_storage.checkpoint.manifest_schema import check_types
 from relit_storage.errors import (
     CommitConflictError,
     CorruptShardError,
@@ -37,6 +39,8 @@ from relit_storage.run.layout import (
     parse_step_prefix,
     step_prefix,
 )
+
+MAX_FENCE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,16 @@ class Fence:
 
 
 def load_fence(path: str) -> Fence:
-    """The fence that was saved, or the lowest one."""
+    """The fence that was saved, or the lowest one if it is damaged, too.
+
+    The next epoch seals the node again; a node that cannot start would lose all that it holds.
+    """
     try:
-        with open(path, "rb") as file:
-            saved = json.loads(file.read())
-    except FileNotFoundError:
+        saved = json.loads(read_file(path, MAX_FENCE_BYTES))
+        check_types(saved, {"epoch": int, "generation": int}, "fence")
+    except (OSError, ValueError, RecursionError):
         return Fence()
-    return Fence(int(saved["epoch"]), int(saved["generation"]))
+    return Fence(saved["epoch"], saved["generation"])
 
 
 def save_fence(path: str, fence: Fence) -> None:
@@ -106,6 +113,9 @@ class DiskTier:
                     records.append(self._ours(load_record(self.root, path)))
                 except FileNotFoundError:
                     continue  # dropped since it was listed
+                except OSError as error:
+                    file = os.path.relpath(path, self.root)
+                    refusals.append(_refusal(step, generation, file, _words(error)))
                 except CorruptShardError as error:
                     file = os.path.relpath(str(error.fields["file"]), self.root)
                     reason = str(error.fields["reason"])
@@ -119,18 +129,19 @@ class DiskTier:
 
     def manifests(self) -> tuple[list[tuple[int, int, bytes]], list[dict[str, Any]]]:
         """(step, generation, bytes) of every published step, parsed and checked, and refusals."""
-        manifests, refusals = [], []
+        manifests, refusals = [], self._unlisted()
         for step, generation in self.steps():
             key = manifest_key(step, generation)
             try:
-                with open(os.path.join(self.root, key), "rb") as file:
-                    data = file.read()
+                data = read_file(os.path.join(self.root, key), MAX_MANIFEST_BYTES)
                 _parse(data, step, generation)
             except FileNotFoundError:
                 continue
-            except (ManifestError, OSError) as error:
-                reason = str(getattr(error, "fields", {}).get("reason", error))
-                refusals.append(_refusal(step, generation, key, reason))
+            except OSError as error:
+                refusals.append(_refusal(step, generation, key, _words(error)))
+                continue
+            except ManifestError as error:
+                refusals.append(_refusal(step, generation, key, str(error.fields["reason"])))
                 continue
             manifests.append((step, generation, data))
         return manifests, refusals
@@ -181,6 +192,22 @@ class DiskTier:
         except OSError:
             pass  # another generation of the same step is there
 
+    def _unlisted(self) -> list[dict[str, Any]]:
+        """Folders that are there but cannot be read: what lies in them is not nothing."""
+        top = os.path.join(self.root, STEPS_PREFIX)
+        refusals = []
+        for folder in (top, *(os.path.join(top, step) for step in _listed(top))):
+            try:
+                os.listdir(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                name = os.path.basename(folder)
+                step = int(name) if name.isdecimal() else 0
+                key = os.path.relpath(folder, self.root)
+                refusals.append(_refusal(step, 0, key, _words(error)))
+        return refusals
+
     def _check_held(self, manifest: Manifest, shard: ShardEntry) -> None:
         held = self.record(manifest.step, manifest.generation, shard.rank)
         if held is None or held.checksums != shard.checksums:
@@ -206,8 +233,12 @@ def _parse(data: bytes, step: int, generation: int) -> Manifest:
 def _listed(folder: str) -> Iterator[str]:
     try:
         yield from sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    except OSError:
+        return  # no folder, or one that `manifests` refuses with the reason
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _refusal(step: int, generation: int, file: str, reason: str) -> dict[str, Any]:

@@ -310,11 +310,11 @@ class NodeKeeper:
 
     def _upload(self, step: int, generation: int, rank: int) -> None:
         started_s = self._clock()
-        record = self._disk.record(step, generation, rank)
-        if record is None:
-            self._fail(step, generation, rank, "object", "the shard is not whole on this disk")
-            return
         try:
+            record = self._disk.record(step, generation, rank)
+            if record is None:
+                self._fail(step, generation, rank, "object", "the shard is not whole on this disk")
+                return
             self._uploader.upload(record)
         except (StorageError, OSError) as error:
             self._fail(step, generation, rank, "object", str(error))

@@ -14,14 +14,35 @@ from collections.abc import Callable
 
 from relit_platform.facts import ShardPersisted
 from relit_platform.node.slots import Slot, SlotHeader
-from relit_storage.checkpoint.checksum import checksum, chunk_checksums
-from relit_storage.checkpoint.durable import make_dirs, sync_dir, write_file
-from relit_storage.checkpoint.image import parse_header
+from relit_storage.checkpoint.checksum import checksum, chunk_checksums, num_chunks
+from relit_storage.checkpoint.durable import make_dirs, read_file, sync_dir, write_file
+from relit_storage.checkpoint.image import MAX_REASON, parse_header
+from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES
+from relit_storage.checkpoint.manifest_schema import check_types
 from relit_storage.checkpoint.shard import write_shard
 from relit_storage.errors import CommitConflictError, CorruptShardError
 from relit_storage.run.layout import extras_key, manifest_key, shard_key, step_prefix
 
 RECORD_SUFFIX = ".record"
+MAX_WORLD = 100_000  # file names have five digits for a rank
+_TENSOR = {"name": str, "dtype": str, "shape": [int], "byte_range": (int, int)}
+_TYPES: dict[str, object] = {
+    "step": int,
+    "generation": int,
+    "rank": int,
+    "world": int,
+    "node_id": str,
+    "file": str,
+    "num_bytes": int,
+    "chunk_bytes": int,
+    "checksums": [str],
+    "extras_file": str,
+    "extras_bytes": int,
+    "extras_checksum": str,
+    "tensors": [_TENSOR],
+    "seconds": float,
+    "at_s": float,
+}
 
 
 def persist_slot(
@@ -67,16 +88,19 @@ def read_record(root: str, step: int, generation: int, rank: int) -> ShardPersis
 
 
 def load_record(root: str, path: str) -> ShardPersisted:
-    """Parse a record and look at its files. Raises CorruptShardError with the reason."""
+    """Parse a record and look at its files. Raises CorruptShardError with the reason, OSError."""
+    raw = read_file(path, MAX_MANIFEST_BYTES)
     try:
-        with open(path, "rb") as file:
-            fields = json.loads(file.read().decode())
+        fields = json.loads(raw.decode())
+        check_types(fields, _TYPES, "record")
         fields["checksums"] = tuple(fields["checksums"])
         fields["tensors"] = tuple(fields["tensors"])
         record = ShardPersisted(**fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptShardError(file=path, reason=f"record does not parse: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = f"record does not parse: {error}"[:MAX_REASON]
+        raise CorruptShardError(file=path, reason=reason) from error
     _check_place(record, root, path)
+    _check_numbers(record, path)
     for name, size in ((record.file, record.num_bytes), (record.extras_file, record.extras_bytes)):
         full = os.path.join(root, name)
         found = os.stat(full).st_size if os.path.exists(full) else None
@@ -91,6 +115,16 @@ def _check_place(record: ShardPersisted, root: str, path: str) -> None:
     names = (shard_key(*place), extras_key(*place))
     if (record.file, record.extras_file) != names or record_path(root, *place) != path:
         raise CorruptShardError(file=path, reason="record of another shard")
+
+
+def _check_numbers(record: ShardPersisted, path: str) -> None:
+    if not record.rank < record.world <= MAX_WORLD:
+        reason = f"rank {record.rank} in a world of {record.world}"
+        raise CorruptShardError(file=path, reason=reason)
+    chunks = num_chunks(record.num_bytes, max(1, record.chunk_bytes))
+    if not record.chunk_bytes or len(record.checksums) != chunks:
+        reason = f"{len(record.checksums)} checksums for {record.num_bytes} bytes"
+        raise CorruptShardError(file=path, reason=reason)
 
 
 def _same(record: ShardPersisted, slot: Slot) -> bool:

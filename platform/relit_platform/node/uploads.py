@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from relit_platform.facts import ShardPersisted
 from relit_storage.checkpoint.checksum import checksum
+from relit_storage.checkpoint.durable import read_file
 from relit_storage.checkpoint.shard import ShardRef, verify_shard
 from relit_storage.errors import CorruptShardError, StoreError
 from relit_storage.stores.protocol import ObjectStore
@@ -60,8 +61,7 @@ class Uploader:
         verify_shard(os.path.join(self.root, record.file), ref)
         path = os.path.join(self.root, record.extras_file)
         try:
-            with open(path, "rb") as file:
-                found = checksum(file.read())
+            found = checksum(read_file(path, record.extras_bytes))
         except OSError as error:
             raise CorruptShardError(file=path, reason=f"{error.strerror}") from error
         if found != record.extras_checksum:

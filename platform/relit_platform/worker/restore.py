@@ -17,12 +17,16 @@ from relit_platform.facts import Json, RestorePlan, ShardSource
 from relit_platform.node.slots import Slot
 from relit_platform.worker.state_tree import DTYPES
 from relit_storage.checkpoint.checksum import checksum, num_chunks
-from relit_storage.checkpoint.image import parse_header
+from relit_storage.checkpoint.durable import read_file
+from relit_storage.checkpoint.image import MAX_REASON, parse_header
 from relit_storage.checkpoint.shard import ShardRef, check_chunk, read_shard_into
-from relit_storage.errors import CorruptShardError, ObjectMissingError
+from relit_storage.errors import (
+    CorruptShardError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
 from relit_storage.stores.protocol import ObjectStore
-
-MAX_EXTRAS_BYTES = 64 << 20
 
 
 def load_plan(
@@ -32,8 +36,9 @@ def load_plan(
 
     store is the run's object store, needed only for shards of the object tier. Raises
     CorruptShardError with the fields tier, step, generation, file, reason for the first file
-    that is not what was written: the caller reports these as `refused` and asks again. An
-    unreachable store raises StoreUnavailableError: that says nothing about the checkpoint.
+    that is not what was written or cannot be read: the caller reports these as `refused` and asks
+    again. An unreachable store raises StoreUnavailableError, which says nothing about the
+    checkpoint.
     """
     tensors: dict[str, Tensor] = {}
     extras: dict[int, Json] = {}
@@ -47,12 +52,18 @@ def load_plan(
                 tensors[name] = tensor
         except CorruptShardError as error:
             raise _placed(error, plan, source) from error
-        except FileNotFoundError as error:
-            gone = CorruptShardError(file=error.filename or source.location, reason="is missing")
-            raise _placed(gone, plan, source) from error
-        except ObjectMissingError as error:
-            gone = CorruptShardError(file=error.fields["key"], reason="is missing")
-            raise _placed(gone, plan, source) from error
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            reason = "is missing" if gone else error.strerror or str(error)
+            bad = CorruptShardError(file=error.filename or source.location, reason=reason)
+            raise _placed(bad, plan, source) from error
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            gone = isinstance(error, ObjectMissingError)
+            reason = "is missing" if gone else str(error.fields.get("cause", error))
+            bad = CorruptShardError(file=error.fields.get("key", source.location), reason=reason)
+            raise _placed(bad, plan, source) from error
     if sorted(extras) != list(range(plan.world)):
         reason = f"shards of ranks {sorted(extras)} for a world of {plan.world}"
         raise CorruptShardError(
@@ -85,8 +96,7 @@ def _from_disk(
 ) -> tuple[Tensor, bytes]:
     image = torch.empty(source.num_bytes, dtype=torch.uint8)
     read_shard_into(source.location, _ref(source), image.numpy().data)
-    with open(source.extras_location, "rb") as file:
-        return image, file.read(MAX_EXTRAS_BYTES + 1)
+    return image, read_file(source.extras_location, source.extras_bytes)
 
 
 def _from_object(
@@ -105,7 +115,8 @@ def _from_object(
         chunk = store.get_range(key, begin, end - begin)
         check_chunk(key, ref, index, chunk)
         room[begin:end] = chunk
-    return image, store.get(source.extras_location)
+    # One byte more than there should be, so that a longer object is not taken for the right one.
+    return image, store.get_range(source.extras_location, 0, source.extras_bytes + 1)
 
 
 _READERS: dict[
@@ -125,7 +136,7 @@ def _parse_extras(plan: RestorePlan, source: ShardSource, raw: bytes) -> Json:
         _refuse(file, "extras fail their checksum")
     try:
         extras = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         _refuse(file, f"extras do not parse: {error}")
     if not isinstance(extras, dict):
         _refuse(file, "extras are not a JSON object")
@@ -146,12 +157,15 @@ def _tensors_of(image: Tensor, file: str) -> dict[str, Tensor]:
         raw = image[start : start + spec.num_bytes]
         if start % dtype.itemsize:  # not written by us: legal in safetensors, not in a view
             raw = raw.clone()
-        tensors[spec.name] = raw.view(dtype).view(spec.shape)
+        try:
+            tensors[spec.name] = raw.view(dtype).view(spec.shape)
+        except (RuntimeError, OverflowError) as error:  # torch's own limits
+            _refuse(file, f"tensor {spec.name!r}: {error}")
     return tensors
 
 
 def _refuse(file: str, reason: str) -> NoReturn:
-    raise CorruptShardError(file=file, reason=reason)
+    raise CorruptShardError(file=file, reason=reason[:MAX_REASON])
 
 
 def _placed(error: CorruptShardError, plan: RestorePlan, source: ShardSource) -> CorruptShardError:

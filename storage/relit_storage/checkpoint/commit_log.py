@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from relit_storage.checkpoint.log_records import LogRecord, LogView, fold
+from relit_storage.checkpoint.log_records import LogRecord, LogView, fold, next_slot
 from relit_storage.errors import (
     CommitConflictError,
     FencedError,
@@ -161,10 +161,20 @@ class CommitLog:
 
     def _read_listed(self) -> None:
         listed = [seq for key in self._store.list(LOG_PREFIX) if (seq := _seq_of(key))]
-        for seq, data in zip(
-            listed, get_many(self._store, [log_key(seq) for seq in listed]), strict=True
-        ):
+        try:
+            found = get_many(self._store, [log_key(seq) for seq in listed])
+        except ObjectMissingError:  # a name without an object: damage, for no slot is ever deleted
+            self._read_one_by_one(listed)
+            return
+        for seq, data in zip(listed, found, strict=True):
             self._remember(seq, data)
+
+    def _read_one_by_one(self, listed: list[int]) -> None:
+        for seq in listed:
+            try:
+                self._remember(seq, self._store.get(log_key(seq)))
+            except ObjectMissingError:
+                self._refused[seq] = "is listed, but there is no such object"
 
     def _remember(self, seq: int, data: bytes) -> None:
         # An unreadable slot is passed over, and said: refusing the log would lose every step.
@@ -177,7 +187,7 @@ class CommitLog:
             self._refused[seq] = str(error.fields["reason"])
 
     def _next_seq(self) -> int:
-        return max([0, *self._records, *self._refused]) + 1
+        return next_slot(self._records, self._refused)
 
 
 def _admit_commit(record: LogRecord, view: LogView) -> LogRecord | None:
@@ -214,7 +224,7 @@ def _same_manifest(one: LogRecord, other: LogRecord) -> bool:
 
 def _seq_of(key: str) -> int:
     name = key.removeprefix(LOG_PREFIX).removesuffix(".json")
-    return int(name) if name.isdigit() and key == log_key(int(name)) else 0
+    return int(name) if name.isdecimal() and key == log_key(int(name)) else 0
 
 
 def _nonce() -> str:

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterable
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -41,6 +42,30 @@ def create_file(path: str, data: bytes) -> bool:
                 return False
         sync_dir(os.path.dirname(path))  # an earlier call may have failed just before its sync
     return True
+
+
+def open_regular(path: str) -> int:
+    """A descriptor of a regular file, for reading; never waits, as opening a pipe would.
+
+    Raises OSError, also for whatever else lies under that name.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no regular file", path)
+    return fd
+
+
+def read_file(path: str, max_bytes: int) -> bytes:
+    """The whole of a file that somebody else may have damaged. Blocks for the disk.
+
+    Raises OSError, also for a file of more than `max_bytes` and for what is no regular file.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"has {size} bytes, {max_bytes} is the limit", path)
+        return file.read(size)
 
 
 def make_dirs(path: str) -> None:

@@ -21,6 +21,9 @@ from relit_storage.errors import CorruptShardError
 
 ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMS = 64
+MAX_TENSOR_BYTES = 2**63 - 1
+MAX_REASON = 300  # characters: a reason quotes the file, which may quote without end
 METADATA_KEY = "__metadata__"
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -56,6 +59,23 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Size of the dense tensor; 0 for an empty one. KeyError if the dtype is unknown."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def fault(self) -> str:
+        """Why there can be no such tensor, or "". Cheap for any shape, however absurd."""
+        if self.dtype not in ITEM_BYTES:
+            return f"has the unknown dtype {self.dtype!r}"
+        if len(self.shape) > MAX_DIMS:
+            return f"has {len(self.shape)} dimensions"
+        if any(size < 0 for size in self.shape):
+            return f"has the shape {self.shape}"
+        num_bytes = ITEM_BYTES[self.dtype]
+        for size in self.shape:
+            # An empty dimension does not excuse the others: readers multiply in 64 bits.
+            num_bytes *= max(1, size)
+            if num_bytes > MAX_TENSOR_BYTES:
+                return "has more elements than can be counted"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -159,10 +179,8 @@ def _checked(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     for spec in checked:
         if spec.name in seen or spec.name == METADATA_KEY:
             raise ValueError(f"tensor name {spec.name!r} is used twice or reserved")
-        if spec.dtype not in ITEM_BYTES:
-            raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
-        if any(size < 0 for size in spec.shape):
-            raise ValueError(f"tensor {spec.name!r} has the shape {spec.shape}")
+        if spec.fault:
+            raise ValueError(f"tensor {spec.name!r} {spec.fault}")
         spec.name.encode()  # a lone surrogate would make a header that no reader accepts
         seen.add(spec.name)
     return checked
@@ -202,13 +220,15 @@ def _entry(name: str, entry: Any, file: str) -> tuple[int, int, TensorSpec]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         _refuse(file, f"tensor {name!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str):
         _refuse(file, f"tensor {name!r} has the unknown dtype {dtype!r}")
     if not _naturals(shape):
         _refuse(file, f"tensor {name!r} has the shape {shape!r}")
     if not _naturals(offsets) or len(offsets) != 2:
         _refuse(file, f"tensor {name!r} has the offsets {offsets!r}")
     spec = TensorSpec(name, dtype, tuple(shape))
+    if spec.fault:
+        _refuse(file, f"tensor {name!r} {spec.fault}")
     begin, end = offsets
     if end - begin != spec.num_bytes:
         _refuse(file, f"tensor {name!r} takes {end - begin} bytes, its shape {spec.num_bytes}")
@@ -224,4 +244,4 @@ def _by_place(found: tuple[int, int, TensorSpec]) -> tuple[int, int]:
 
 
 def _refuse(file: str, reason: str) -> NoReturn:
-    raise CorruptShardError(file=file, reason=reason)
+    raise CorruptShardError(file=file, reason=reason[:MAX_REASON])

@@ -3,16 +3,24 @@
 epoch    a supervisor life begins: whoever holds a lower number may not append any more
 commit   a step's manifest is published in the object tier: from here on it exists
 retire   the files of a committed step are about to be deleted
+
+Each record carries the checksum of its other fields: a flipped digit must not make another epoch,
+which would shut out the run's own supervisor for ever. Records of before there was one have none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from relit_storage.checkpoint.checksum import checksum
+from relit_storage.checkpoint.image import MAX_REASON
+from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES
+from relit_storage.checkpoint.manifest_schema import MAX_NUMBER
 from relit_storage.errors import ManifestError
+from relit_storage.run.layout import manifest_key
 
 Kind = Literal["epoch", "commit", "retire"]
 VERSION = 1
@@ -47,18 +55,23 @@ class LogRecord:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        fields = asdict(self)
+        return _canonical({**fields, "check": checksum(_canonical(fields))})
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> LogRecord:
         """Strict reading; ManifestError that names `key`."""
         try:
             fields: dict[str, Any] = json.loads(data)
+            check = fields.pop("check", None)
             record = cls(**fields)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ManifestError(file=key, reason=f"not a log record: {error}") from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"not a log record: {error}"[:MAX_REASON]
+            raise ManifestError(file=key, reason=reason) from error
         for reason in _faults(record):
-            raise ManifestError(file=key, reason=reason)
+            raise ManifestError(file=key, reason=reason[:MAX_REASON])
+        if check is not None and check != checksum(_canonical(asdict(record))):
+            raise ManifestError(file=key, reason="fails its checksum")
         return record
 
 
@@ -100,7 +113,6 @@ def fold(records: Iterable[LogRecord], refused: Iterable[tuple[int, str]] = ()) 
         if record.step in by_step:
             superseded.append(by_step[record.step])
         by_step[record.step] = record
-    last = max([0, *(record.seq for record in ordered), *(seq for seq, _ in bad)])
     return LogView(
         epoch=max((record.epoch for record in ordered), default=0),
         generation=max((record.generation for record in commits), default=0),
@@ -108,8 +120,20 @@ def fold(records: Iterable[LogRecord], refused: Iterable[tuple[int, str]] = ()) 
         superseded=tuple(superseded),
         retired=tuple(retired.values()),
         refused=bad,
-        next_seq=last + 1,
+        next_seq=next_slot([record.seq for record in ordered], [seq for seq, _ in bad]),
     )
+
+
+def next_slot(seqs: Collection[int], refused: Collection[int]) -> int:
+    """The slot to read or write next: behind the last record, and not one that was refused.
+
+    A refused slot far behind the last record is a stray file: going on behind it would leave a
+    hole, at which a writer that has not seen the file would go on.
+    """
+    slot = max(seqs, default=0) + 1
+    while slot in refused:
+        slot += 1
+    return slot
 
 
 def _faults(record: LogRecord) -> Iterable[str]:
@@ -119,10 +143,24 @@ def _faults(record: LogRecord) -> Iterable[str]:
         yield f"unknown kind {record.kind!r}"
     for name in _INTS:
         value = getattr(record, name)
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value <= MAX_NUMBER:
             yield f"{name} is {value!r}, not a count"
     for name in _TEXTS:
         if not isinstance(getattr(record, name), str):
             yield f"{name} is not text"
-    if type(record.at_s) not in (int, float):
+    if type(record.at_s) not in (int, float) or not abs(record.at_s) <= MAX_NUMBER:
         yield "at_s is not a number"
+    if record.kind == "commit":
+        yield from _commit_faults(record)
+
+
+def _commit_faults(record: LogRecord) -> Iterable[str]:
+    """A commit cannot point outside its own step, nor at more than a reader would read."""
+    if record.manifest_key != manifest_key(*record.identity):
+        yield f"{record.manifest_key!r} is not the manifest of step {record.step}"
+    if record.manifest_bytes > MAX_MANIFEST_BYTES:
+        yield f"a manifest of {record.manifest_bytes} bytes"
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()

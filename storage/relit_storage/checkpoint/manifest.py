@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from relit_storage.checkpoint.checksum import num_chunks
-from relit_storage.checkpoint.image import TensorSpec
+from relit_storage.checkpoint.image import MAX_REASON, TensorSpec
 from relit_storage.checkpoint.manifest_schema import check_types
 from relit_storage.errors import ManifestError
 from relit_storage.run.layout import extras_key, shard_key
 
 VERSION = 1
+MAX_MANIFEST_BYTES = 64 << 20  # a quarter of a million tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +133,15 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, file: str = "manifest") -> Manifest:
         """Parse and check everything. Raises ManifestError naming `file` and the reason."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            _refuse(file, f"has {len(data)} bytes, {MAX_MANIFEST_BYTES} is the limit")
         try:
             loaded = json.loads(data.decode())
             check_types(loaded)
             manifest = _manifest(loaded)
             same = manifest.to_bytes() == data
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ManifestError(file=file, reason=f"does not parse: {error}") from error
+            _refuse(file, f"does not parse: {error}", error)
         if not same:
             raise ManifestError(file=file, reason="is not in canonical form")
         manifest.check_coverage(file)
@@ -157,8 +160,9 @@ class Manifest:
         That is: the ranks are 0 to world-1; each tensor is one whole piece; in each file the
         pieces follow each other without hole or overlap up to the end of the file.
         """
-        if [shard.rank for shard in self.shards] != list(range(self.world)):
-            _refuse(file, f"shards of ranks {[s.rank for s in self.shards]} in world {self.world}")
+        ranks = [shard.rank for shard in self.shards]
+        if len(ranks) != self.world or ranks != list(range(len(ranks))):
+            _refuse(file, f"shards of ranks {ranks} in world {self.world}")
         for shard in self.shards:
             self._check_names(shard, file)
             if len(shard.checksums) != num_chunks(shard.num_bytes, max(1, shard.chunk_bytes)):
@@ -199,10 +203,10 @@ def _check_piece(tensor: TensorEntry, file: str) -> None:
     if piece.shape != tensor.global_shape or piece.offsets != (0,) * len(piece.shape):
         _refuse(file, f"tensor {tensor.name!r} is not covered by its piece")
     begin, end = piece.byte_range
-    try:
-        expected = TensorSpec(tensor.name, tensor.dtype, tensor.global_shape).num_bytes
-    except KeyError:
-        _refuse(file, f"tensor {tensor.name!r} has the unknown dtype {tensor.dtype!r}")
+    spec = TensorSpec(tensor.name, tensor.dtype, tensor.global_shape)
+    if spec.fault:
+        _refuse(file, f"tensor {tensor.name!r} {spec.fault}")
+    expected = spec.num_bytes
     if begin < 0 or end - begin != expected:
         _refuse(file, f"tensor {tensor.name!r} takes {end - begin} bytes, its shape {expected}")
 
@@ -249,5 +253,5 @@ def _canonical(value: Any) -> bytes:
     return text.encode()
 
 
-def _refuse(file: str, reason: str) -> NoReturn:
-    raise ManifestError(file=file, reason=reason)
+def _refuse(file: str, reason: str, cause: Exception | None = None) -> NoReturn:
+    raise ManifestError(file=file, reason=reason[:MAX_REASON]) from cause

@@ -1,13 +1,15 @@
 """The types of a manifest's fields, checked before any of them is used.
 
 A schema is a dict (exactly these keys), a list of one schema (any length), a tuple of two schemas
-(a pair), `map` (strings by strings), or a type. True is no number here.
+(a pair), `map` (strings by strings), or a type. True is no number here, and no number is beyond
+what 64 bits hold: arithmetic on thousands of digits would take the reader's time and memory.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+MAX_NUMBER = 2**63 - 1
 _NATURAL = int
 _PIECE = {
     "file": str,
@@ -64,9 +66,10 @@ def check_types(value: Any, schema: Any = MANIFEST, path: str = "manifest") -> N
 
 def _check_leaf(value: Any, schema: Any, path: str) -> None:
     if schema is int:
-        _require(type(value) is int and value >= 0, path, "a whole number")
+        _require(type(value) is int and 0 <= value <= MAX_NUMBER, path, "a whole number")
     elif schema is float:
-        _require(type(value) in (int, float), path, "a number")
+        finite = type(value) in (int, float) and abs(value) <= MAX_NUMBER  # false for NaN, too
+        _require(finite, path, "a number")
     elif schema is str:
         _require(isinstance(value, str), path, "a string")
     elif schema is map:

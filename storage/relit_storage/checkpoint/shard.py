@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from relit_storage.checkpoint.checksum import checksum, num_chunks
-from relit_storage.checkpoint.durable import write_file
+from relit_storage.checkpoint.durable import open_regular, write_file
 from relit_storage.errors import CorruptShardError
 
 DIRECT_FROM_BYTES = 4 << 20  # below, the page cache is as good
@@ -89,11 +89,11 @@ def check_chunk(file: str, ref: ShardRef, index: int, view: bytes | memoryview) 
 
 def _chunks(path: str, ref: ShardRef) -> Iterator[tuple[int, int]]:
     """(chunk index, file descriptor), after the size of the file was checked."""
-    if len(ref.checksums) != num_chunks(ref.num_bytes, ref.chunk_bytes):
+    if len(ref.checksums) != num_chunks(ref.num_bytes, max(1, ref.chunk_bytes)):
         reason = f"{len(ref.checksums)} checksums for {ref.num_bytes} bytes"
         raise CorruptShardError(file=path, reason=reason)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
     except OSError as error:
         raise CorruptShardError(file=path, reason=f"cannot be opened: {error.strerror}") from error
     try:

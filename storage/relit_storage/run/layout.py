@@ -53,13 +53,15 @@ def manifest_key(step: int, generation: int) -> str:
 
 
 def parse_step_prefix(key: str) -> tuple[int, int] | None:
-    """(step, generation) of any key below `checkpoints/steps/`, or None."""
+    """(step, generation) of any key below a folder that `step_prefix` names, else None."""
     if not key.startswith(STEPS_PREFIX):
         return None
     parts = key[len(STEPS_PREFIX) :].split("/")
-    if len(parts) < 2 or not parts[0].isdigit() or parts[1][:1] != "g":
+    if len(parts) < 2 or not parts[0].isdecimal() or not parts[1][1:].isdecimal():
         return None
-    return (int(parts[0]), int(parts[1][1:])) if parts[1][1:].isdigit() else None
+    step, generation = int(parts[0]), int(parts[1][1:])
+    # "7" is not "000000000007": what another name leads to is not ours.
+    return (step, generation) if key.startswith(step_prefix(step, generation)) else None
 
 
 def log_key(seq: int) -> str:

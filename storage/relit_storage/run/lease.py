@@ -178,4 +178,4 @@ def read_lease(store: ObjectStore) -> LeaseRecord | None:
 
 def _epoch_of(key: str) -> int | None:
     name = key.removeprefix(PREFIX).removesuffix(".json")
-    return int(name) if name.isdigit() and key == lease_key(int(name)) else None
+    return int(name) if name.isdecimal() and key == lease_key(int(name)) else None

@@ -166,7 +166,7 @@ def to_line(row: dict[str, Any]) -> bytes:
 
 def _parse(key: str, folder: str, key_of: KeyOf) -> tuple[int, int] | None:
     epoch, dash, number = key.removeprefix(folder).removesuffix(".jsonl").partition("-")
-    if not (dash and epoch.isdigit() and number.isdigit()):
+    if not (dash and epoch.isdecimal() and number.isdecimal()):
         return None
     found = (int(epoch), int(number))
     return found if key_of(*found) == key else None

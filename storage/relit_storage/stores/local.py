@@ -31,6 +31,8 @@ COPY_BYTES = 64 << 20
 
 Fill = Callable[[int], None]
 Place = Callable[[str, str], None]
+# Whatever else has the name of an object (a folder, a pipe, a link to nowhere) is none.
+_NO_OBJECT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_COPY_RANGE = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
@@ -81,9 +83,9 @@ class LocalStore:
         """Size in bytes, or None."""
         try:
             found = os.stat(self._path(key))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
         except OSError as error:
+            if error.errno in _NO_OBJECT:
+                return None
             raise self._error(key, error) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
@@ -154,13 +156,15 @@ class LocalStore:
 
     def _read(self, key: str, start: int, num_bytes: int | None) -> bytes:
         try:
-            with open(self._path(key), "rb", buffering=0) as file:
+            with open(self._path(key), "rb", buffering=0, opener=_open_at_once) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ObjectMissingError(url=self.url, key=key)
                 left = os.fstat(file.fileno()).st_size - start
                 want = left if num_bytes is None else min(left, num_bytes)
                 return _read_at(file.fileno(), start, max(want, 0))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise ObjectMissingError(url=self.url, key=key) from None
         except OSError as error:
+            if error.errno in _NO_OBJECT:
+                raise ObjectMissingError(url=self.url, key=key) from None
             raise self._error(key, error) from error
 
     def _walk(self, folder: str) -> Iterator[str]:
@@ -232,6 +236,10 @@ def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in an object's place would wait for ever
 
 
 def _read_at(fd: int, start: int, num_bytes: int) -> bytes:
