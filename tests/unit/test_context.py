@@ -142,6 +142,32 @@ def test_nobody_leaves_the_loop_before_every_rank_has_the_last_step() -> None:
     assert recorder.rows == calm.rows and value == calm.value
 
 
+@dataclass(slots=True)
+class VotingRecorder(LocalRecorder):
+    """Votes with the number of the step it is in, and keeps what came back."""
+
+    heard: list[tuple[int, list[float]]] = field(default_factory=list)
+
+    def votes(self) -> tuple[float, ...]:
+        step = len(self.rows) + 1.0
+        return (1.7e9 + step / 3, 1.0, -step)
+
+    def completed(self, *, member: Any, agreed: list[float], **fields: Any) -> None:
+        self.heard.append((member.step, agreed))
+        LocalRecorder.completed(self, member=member, **fields)
+
+
+def test_what_decides_a_save_travels_with_the_gradients_of_its_own_step() -> None:
+    recorder = VotingRecorder()
+    run = RankContext(
+        member=BreakingMember(visits=(3, 7)), recorder=recorder, drill=Drill((), ""), seed=3,  # type: ignore[arg-type]
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    call_train(train, run, {"micro": 3})
+    steps = range(1, STEPS + 1)
+    assert recorder.heard == [(step, [1.7e9 + step / 3, 1.0, -step]) for step in steps]
+
+
 def test_micro_batches_update_once_a_step() -> None:
     rows = local_run(train, {"micro": 3}, seed=3).rows
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -56,7 +56,7 @@ class Link:
 class Bench:
     """A recorder of rank 0 whose clock stands still."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **checkpoint: Any) -> None:
         HeartbeatPage.create(str(folder / "beat"), 1).close()
         ControlPage.create(str(folder / "control")).close()
         self.link = Link(folder)
@@ -71,7 +71,7 @@ class Bench:
                 entry="",
                 code_key="",
                 code_sha="",
-                checkpoint=CheckpointConfig(disk_every_steps=0),
+                checkpoint=CheckpointConfig(**{"disk_every_steps": 0, **checkpoint}),
             ),
             worker_id="w",
             store=MemoryStore(),
@@ -83,7 +83,7 @@ class Bench:
         self.recorder.place(0, 1, 0)
         self.recorder.bind({"weights": (lambda: {"w": torch.ones(3)}, lambda state: None)})
 
-    def complete(self, steps: int = 1) -> Bench:
+    def complete(self, steps: int = 1, **logged: float) -> Bench:
         for _ in range(steps):
             step, self.member.step = self.member.step, self.member.step + 1
             row = LedgerRow(
@@ -93,12 +93,17 @@ class Bench:
                 member=self.member,
                 ledger=row,
                 loss=0.5,
-                logged={},
+                logged=logged,
                 cursor={"step": step},
                 final=False,
                 stopping=False,
+                agreed=self.recorder.votes(),
             )
         return self
+
+    def persists(self) -> list[tuple[int, int]]:
+        """(step, generation) that the agent was asked to persist."""
+        return [call[3:] for call in self.link.calls if call[0] == "persist"]
 
     def extras(self) -> Any:
         """What lies beside the newest snapshot."""
@@ -125,14 +130,49 @@ def test_a_snapshot_holds_the_rows_that_are_not_written(bench: Bench) -> None:
 
 
 def test_the_last_step_is_saved_once_in_each_generation(bench: Bench) -> None:
-    def persists() -> list[tuple[int, int]]:
-        return [call[3:] for call in bench.link.calls if call[0] == "persist"]
-
     bench.complete(2)
     for generation in (1, 1, 2):
         bench.member.generation = generation
         bench.recorder.save_last(bench.member, {"step": 2})
-    assert persists() == [(2, 1), (2, 2)]
+    assert bench.persists() == [(2, 1), (2, 2)]
+
+
+@pytest.fixture
+def by_metric(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, disk_on_metric=True, metric="val", disk_every_steps=4)
+    yield bench
+    bench.recorder.close()
+
+
+def test_the_step_that_measured_best_is_persisted_from_its_own_snapshot(by_metric: Bench) -> None:
+    bench = by_metric
+    bench.complete(val=0.5).complete()
+    assert bench.persists() == [(1, 1)]
+    asked = next(call for call in bench.link.calls if call[0] == "persist")
+    assert Slot.open(asked[2]).info().step == 1, "not that of the step after it"
+    bench.complete(val=0.4).complete().complete(val=0.9).complete()
+    assert bench.persists() == [(1, 1), (3, 1), (4, 1)]
+    assert bench.extras()["cadence"]["best"] == 0.4
+
+
+def test_a_step_measured_before_a_recovery_is_persisted_by_the_generation_after_it(
+    by_metric: Bench,
+) -> None:
+    bench = by_metric
+    bench.complete(val=0.5)
+    bench.member.generation = 2
+    bench.recorder.rejoined(bench.member, {"step": 1})
+    bench.complete()
+    assert bench.persists() == [(1, 2)]
+    bench.complete(val=0.3)
+    bench.member.generation = 3  # and nobody has a snapshot of it in that one
+    bench.complete()
+    assert bench.persists() == [(1, 2), (4, 3)]
+
+
+def test_a_step_is_asked_for_once_though_two_reasons_speak_for_it(by_metric: Bench) -> None:
+    by_metric.complete(3).complete(val=0.5).complete()
+    assert by_metric.persists() == [(4, 1)]
 
 
 def test_the_text_beside_a_snapshot_is_what_a_broadcast_sends(bench: Bench) -> None:
@@ -174,7 +214,7 @@ def test_a_finished_rank_hands_over_every_row_that_is_not_written(bench: Bench) 
 
 def test_rows_of_a_restored_state_end_with_it(bench: Bench) -> None:
     bench.complete(2)
-    bench.recorder.adopt_rows([{"step": step} for step in (1, 2, 3, 4)], step=3)
+    bench.recorder.adopt({"step": 3, "rows": [{"step": step} for step in (1, 2, 3, 4)]})
     extras = bench.recorder.extras(bench.member, {}, {})
     assert [(row["step"], "loss" in row) for row in extras["rows"]] == [
         (1, True),

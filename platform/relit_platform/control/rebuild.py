@@ -119,8 +119,8 @@ def checkpoints(found: Found) -> list[tuple[Checkpoint, bytes | None]]:
         key = (commit.step, commit.generation)
         world = commit.manifest.world if commit.manifest else 0
         known = adopted.get(key) or Checkpoint(step=key[0], generation=key[1], world=world)
-        shards = commit.manifest.shards if commit.manifest else ()
-        size = sum(s.num_bytes + s.extras_bytes for s in shards)
+        entries = commit.manifest.shards if commit.manifest else ()
+        size = sum(entry.num_bytes + entry.extras_bytes for entry in entries)
         adopted[key] = replace(known, on_object=True, size=size)
     ordered = sorted(adopted.values(), key=lambda c: (c.generation, c.step))
     return [(c, manifests.get(c.key) if c.on_disk else None) for c in ordered]

@@ -110,9 +110,9 @@ def _points(step: int, first: int, growth: float, cap: int) -> tuple[int, int]:
 
 
 def on_metric(value: float | None, best: float | None, mode: Mode) -> Decision:
-    """Due when the value is better than the best so far; the first is. NaN never is."""
-    if value is None or math.isnan(value):
-        return Decision(False, "nothing was measured")
+    """Due when the value is better than the best so far; the first is. Only finite ones count."""
+    if value is None or not math.isfinite(value):
+        return Decision(False, "no number was measured")
     if best is None:
         return Decision(True, f"the first measurement, {value:g}")
     if value > best if mode == "max" else value < best:

@@ -29,6 +29,7 @@ from relit_platform.facts import FaultReport
 from relit_platform.worker.boundary import BoundaryState
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.gradient_sync import GradientSync
+from relit_platform.worker.pace import NUM_VOTES
 from relit_platform.worker.randomness import reseed
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from relit_platform.worker.recorder import Recorder
 from relit_storage.data.loader import Loader
 
-LOSS, STOP = 0, 1  # places in the control vector that is summed over the ranks with each step
+# Places in the control vector that is summed over the ranks with each step; from VOTES on lies
+# what decides when to save.
+LOSS, STOP, VOTES = 0, 1, 2
 
 
 class StopTraining(BaseException):
@@ -61,7 +64,7 @@ class RankContext:
         self._sync: GradientSync | None = None
         self._kept: BoundaryState | None = None
         self._loader: Loader | None = None
-        self._reduced = (0.0, 0.0)  # global mean loss and stop votes of the newest step
+        self._reduced = [0.0, 0.0]  # the newest step's control vector: loss, stop, votes to save
         self._micro = (0, 1, 0, 1)  # index, count, samples here, samples of the global batch
         self._loss_sum = 0.0
         self._abandoned = False
@@ -190,6 +193,8 @@ class RankContext:
             if last:
                 sync.control[LOSS] = self._loss_sum
                 sync.control[STOP] = float(self._recorder.stop_requested)
+                for place, vote in enumerate(self._recorder.votes(), VOTES):
+                    sync.control[place] = vote
             sync.begin(sync=last)
             with self._armed():
                 weighted = loss * weight
@@ -197,7 +202,7 @@ class RankContext:
             if last:
                 self._phase("sync", "sync")
                 sync.finish()
-                self._reduced = (float(sync.control[LOSS]), float(sync.control[STOP]))
+                self._reduced = sync.control.tolist()
         except CollectiveBrokenError as broken:
             self._recover(
                 FaultReport(
@@ -323,6 +328,7 @@ class RankContext:
             cursor=self._loader.state(member.step),
             final=self._finished(self._loader),
             stopping=self._stop_agreed,
+            agreed=self._reduced[VOTES : VOTES + NUM_VOTES],
         )
         if self._stop_agreed and self._all_here():
             raise StopTraining("stop asked for")

@@ -79,6 +79,10 @@ class LocalRecorder:
     def announce(self, total_steps: int | None, data: Any, member: Any) -> None:
         """Nobody to tell."""
 
+    def votes(self) -> tuple[float, ...]:
+        """Nothing is saved, so there is nothing to decide."""
+        return ()
+
     def completed(
         self, *, member: Any, ledger: LedgerRow, loss: float, logged: Mapping[str, float], **_: Any
     ) -> None:

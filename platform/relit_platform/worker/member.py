@@ -206,7 +206,7 @@ class Member:
             assert source.plan is not None
             self._holds = False
             tensors, extras = load_plan(source.plan, self._recorder.store)
-            self._apply(objects, tensors, extras[0], self._recorder.adopt_rows)
+            self._apply(objects, tensors, extras[0])
             return
         holder = source.rank or 0
         held = [
@@ -223,20 +223,19 @@ class Member:
         elif self.rank in need:
             self._holds = False
             tensors, message = receive_state(self._group, holder)
-            self._apply(objects, tensors, message, self._recorder.adopt_rows)
+            self._apply(objects, tensors, message)
 
     def _apply(
         self,
         objects: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         extras: Mapping[str, Any],
-        adopt_rows: Callable[[list[Mapping[str, Any]], int], None],
     ) -> None:
         self._check_position(extras["cursor"])
         self._check_drift(extras["ids"])
         restore(objects, tensors, extras["objects"])
         self.step = int(extras["step"])
-        adopt_rows(list(extras["rows"]), self.step)
+        self._recorder.adopt(extras)
 
     def _check_position(self, cursor: Mapping[str, Any]) -> None:
         """The saved data position must be one of this data set; another one only by name."""

@@ -5,8 +5,8 @@ Nothing here waits for another process except `finish`, `table` and `artifact`. 
     row      kept by every rank, beside each snapshot too, until the supervisor has written it;
              sent by rank 0 in batches a few times a second
     snapshot into this worker's shared-memory slots, every `memory_every_steps`
-    persist  asked of the node's agent every `disk_every_steps`; the slot is pinned first, so
-             that an agent that is killed in between finds the pinned slot when it comes back
+    persist  asked of the node's agent when the disk tier is due (pace.py); the slot is pinned
+             first, so that an agent that is killed in between finds it when it comes back
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.manager_client import ActorLink
+from relit_platform.worker.pace import Pace
 from relit_platform.worker.snapshot import Snapshotter
 from relit_platform.worker.state_memo import StateMemo
 from relit_storage.data.ledger import LedgerRow
@@ -81,6 +82,7 @@ class Recorder:
         )
         self._objects: Mapping[str, Any] = {}
         self._memo = StateMemo()
+        self._pace = Pace(config.checkpoint)
         self._rows: deque[_Row] = deque(maxlen=ROWS_KEPT)
         self._shipped_step = 0
         self._shipped_at_s = 0.0
@@ -89,6 +91,7 @@ class Recorder:
         self._oldest = (0, 0.0)  # step of the oldest row kept, and since when it is
         self._place = (0, 0)  # rank, generation
         self._memory_step: int | None = None
+        self._newest_slot = (0, 0, "")  # step, generation and path of the newest snapshot
         self._on_disk = (0, 0)  # newest step, and its generation, that was asked to be persisted
         self._skips = 0
         self.drill: Drill | None = None
@@ -139,6 +142,10 @@ class Recorder:
 
     # ---- the boundary ----
 
+    def votes(self) -> tuple[float, ...]:
+        """This rank's part of what decides when to save; summed over ranks with each step."""
+        return self._pace.votes(self._place[0])
+
     def completed(
         self,
         *,
@@ -149,8 +156,12 @@ class Recorder:
         cursor: Mapping[str, Any],
         final: bool,
         stopping: bool,
+        agreed: Sequence[float],
     ) -> None:
-        """A step is complete on this rank: row, snapshot and what is due; member.step counts it."""
+        """A step is complete on this rank: row, snapshot and what is due; member.step counts it.
+
+        agreed: the sum over ranks of `votes`.
+        """
         now_s, step = time.time(), member.step
         row = {
             "step": step,
@@ -167,7 +178,11 @@ class Recorder:
         }
         self._rows.append(_Row.of(row))
         self.phase("snapshot", step)
-        self._save(member, cursor, step, last=final or stopping)
+        due = self._pace.decide(step, agreed)
+        self._pace.measure(logged)
+        if due.before:
+            self._persist_newest(member, step - 1)
+        self._save(member, cursor, step, to_disk=due.this, last=final or stopping)
         self._ship(now_s, force=final or stopping or self._urgent > 0)
         self._urgent = max(0, self._urgent - 1)
         if self.drill is not None:
@@ -186,20 +201,27 @@ class Recorder:
     def save_last(self, member: Any, cursor: Mapping[str, Any]) -> None:
         """Save the last step of all, unless this rank did so in this generation."""
         if self._on_disk != (member.step, member.generation):
-            self._save(member, cursor, member.step, last=True)
+            self._save(member, cursor, member.step, to_disk=True, last=True)
 
-    def _save(self, member: Any, cursor: Mapping[str, Any], step: int, *, last: bool) -> None:
-        due = self._config.checkpoint
-        to_disk = last or _due(step, due.disk_every_steps)
-        if not to_disk and not _due(step, due.memory_every_steps):
+    def _save(
+        self, member: Any, cursor: Mapping[str, Any], step: int, *, to_disk: bool, last: bool
+    ) -> None:
+        to_disk = to_disk or last
+        if not to_disk and not _due(step, self._config.checkpoint.memory_every_steps):
             return
-        path = self._snapshot(member, cursor, step, drill=self.drill)
-        if to_disk and path is not None:
-            rank = member.rank
-            self._snapshotter.pin(path)
-            self.manager.send("persisting", step, member.generation, rank, member.world, last)
-            self._agent.send("persist", self._worker_id, path, step, member.generation)
-            self._on_disk = (step, member.generation)
+        if self._snapshot(member, cursor, step, drill=self.drill) is not None and to_disk:
+            self._persist_newest(member, step, last=last)
+
+    def _persist_newest(self, member: Any, step: int, *, last: bool = False) -> None:
+        """Ask for the newest snapshot to go to disk, if it is this step's of this generation."""
+        held, generation, path = self._newest_slot
+        place = (step, member.generation)
+        if (held, generation) != place or (self._on_disk == place and not last):
+            return
+        self._snapshotter.pin(path)
+        self.manager.send("persisting", *place, member.rank, member.world, last)
+        self._agent.send("persist", self._worker_id, path, *place)
+        self._on_disk = place
 
     def _snapshot(
         self, member: Any, cursor: Mapping[str, Any], step: int, *, drill: Drill | None
@@ -221,6 +243,7 @@ class Recorder:
             self._skipped(member, step, taken.reason)
             return None
         self._memory_step = step
+        self._newest_slot = (step, member.generation, taken.path)
         return taken.path
 
     def _skipped(self, member: Any, step: int, reason: str) -> None:
@@ -264,6 +287,7 @@ class Recorder:
             "rank": member.rank,
             "world": member.world,
             "cursor": dict(cursor),
+            "cadence": self._pace.marks(),
             "ids": {
                 "config": self._config.config_sha,
                 "code": self._config.code_sha,
@@ -272,8 +296,16 @@ class Recorder:
             "rng": {"mode": "per_step", "seed": self._config.seed},
         }
 
-    def adopt_rows(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Take the rows that came with a state of boundary `step`; later ones are forgotten."""
+    def adopt(self, extras: Mapping[str, Any]) -> None:
+        """Go on from a state that was restored or received, by the JSON that came with it: its
+        rows, without those of later steps, and when it was saved last.
+        """
+        step, rows = int(extras["step"]), list(extras["rows"])
+        self._adopt_rows(rows, step)
+        own: Mapping[str, Any] = next((row for row in rows if int(row["step"]) == step), {})
+        self._pace.adopt(extras.get("cadence"), own)
+
+    def _adopt_rows(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         merged = {int(row["step"]): _Row.of(dict(row)) for row in rows}
         merged.update({row.step: row for row in self._rows})
         self._rows = deque((merged[s] for s in sorted(merged) if s <= step), maxlen=ROWS_KEPT)
