@@ -12,6 +12,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from relit.errors import (
     BadInputError,
@@ -34,13 +36,23 @@ from relit_storage.checkpoint.sweeping import (
     plan_sweep,
 )
 from relit_storage.checkpoint.verifying import newest_whole, verify_copy
-from relit_storage.errors import RetentionError
+from relit_storage.errors import CorruptShardError, RetentionError
 from relit_storage.run.layout import STEPS_PREFIX
 from relit_storage.run.lease import Lease
 from relit_storage.stores.local import LocalStore
 
 LEASE_S = 60.0  # of a deletion; renewed while it goes on
 OnGarbage = Callable[[Garbage], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Used(Generic[T]):
+    """What came of reading a copy; by which reader, and what was passed over before it."""
+
+    answer: T
+    reader: CopyReader
+    refusals: tuple[Refusal, ...]
 
 
 class Checkpoints:
@@ -68,16 +80,29 @@ class Checkpoints:
         """The pinned steps."""
         return read_pins(self._reader.store)
 
-    def readable(self, step: int | None) -> tuple[CopyReader, list[Refusal]]:
-        """A reader of the newest copy that is whole by size and header, and what was passed over.
+    def readable(self, step: int) -> CopyReader:
+        """A reader of the nearest copy of a step that is whole by sizes and headers.
 
-        Without a step the newest whole one. CheckpointNotFoundError, CheckpointBrokenError.
+        CheckpointNotFoundError, CheckpointBrokenError.
+        """
+        return self.first_whole(step, lambda reader: reader).reader
+
+    def first_whole(self, step: int | None, use: Callable[[CopyReader], T]) -> Used[T]:
+        """Hand the newest whole copy to `use`, of this step if one is given; what it answered.
+
+        A copy that is refused, before or while it is used, gives way to the next one; so `use`
+        leaves nothing behind when it raises. CheckpointNotFoundError, CheckpointBrokenError.
         """
         refusals: list[Refusal] = []
         for copy in self.copies(step):
             said = verify_copy(copy, deep=False)
             if not said:
-                return CopyReader(copy), refusals
+                reader = CopyReader(copy)
+                try:
+                    return Used(use(reader), reader, tuple(refusals))
+                except CorruptShardError as error:
+                    file, reason = str(error.fields["file"]), str(error.fields["reason"])
+                    said = [copy.refusal(file, reason)]
             refusals += said
         what = "any step" if step is None else f"step {step}"
         raise CheckpointBrokenError(
@@ -109,25 +134,32 @@ class Checkpoints:
         """Let retention decide again; False if the step was not pinned."""
         return remove_pin(self._reader.store, step)
 
-    def remove(self, step: int) -> Garbage:
-        """Give up one step of the object tier; what was deleted. Reads the newest step whole.
+    def remove(self, step: int) -> tuple[Garbage, ...]:
+        """Give up a step of the object tier; what was deleted. Reads the newest step whole.
 
+        Commits of older generations go first, or the log would fall back to them.
         CheckpointNotFoundError; RunAliveError; RetentionError if it must stay.
         """
         with self._driving("rm") as lease:
             place = self._require_commit(step)
+            log = CommitLog(self._reader.store)
+            view = log.replay()
             if step in self.pins():
                 raise RetentionError(step=step, reason="it is pinned")
+            if view.newest is not None and view.newest.identity == place:
+                raise RetentionError(step=step, reason="it is the newest commit")
             if place in self._spared(deep=True):
                 raise RetentionError(step=step, reason="it is the newest one that is whole")
-            store, log = self._reader.store, CommitLog(self._reader.store)
-            newest = log.replay().newest
-            if newest is not None and newest.identity == place:
-                raise RetentionError(step=step, reason="it is the newest commit")
-            garbage = garbage_of(store, place, "asked for", True, files_of(store, place))
-            _renew(lease)
-            give_up(store, log, garbage, epoch=lease.epoch, at_s=time.time())
-            return garbage
+            older = [record.identity for record in view.superseded if record.step == step]
+            store = self._reader.store
+            found = tuple(
+                garbage_of(store, one, "asked for", True, files_of(store, one))
+                for one in (*sorted(older), place)
+            )
+            for garbage in found:
+                _renew(lease)
+                give_up(store, log, garbage, epoch=lease.epoch, at_s=time.time())
+            return found
 
     def garbage(self, keep: int | None, *, deep: bool = False) -> tuple[Garbage, ...]:
         """What `gc` would delete. deep: the newest step to be spared is read whole."""

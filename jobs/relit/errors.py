@@ -20,7 +20,8 @@
         └── CheckpointBrokenError 100   no copy of the step is whole
 
 Errors of the floors below that a caller can fix (drift, lease held, unsupported store, a step that
-must stay) also exit with 2: `exit_code` knows them.
+must stay) also exit with 2, and files of a checkpoint that are refused with 100: `exit_code` knows
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from typing import Any
 
 from relit_platform.errors import DriftError, PlatformError
 from relit_storage.errors import (
+    CorruptShardError,
     LeaseHeldError,
+    ManifestError,
     RelitError,
     RetentionError,
     StorageError,
@@ -198,11 +201,15 @@ _CALLERS = (
     UnsupportedStoreError,
 )
 
+_BROKEN = (CorruptShardError, ManifestError)
+
 
 def exit_code(error: BaseException) -> int:
     """The exit code the command line ends with for this error."""
     if isinstance(error, JobError):
         return error.exit_code
+    if isinstance(error, _BROKEN):
+        return FAILED
     return USAGE if isinstance(error, _CALLERS) else INTERNAL
 
 

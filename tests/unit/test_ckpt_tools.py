@@ -13,9 +13,12 @@ import torch
 from run_files import Driver
 from saved_run import Saved, Trained, make_run, write_step
 
+from relit.checkpoints import Checkpoints
 from relit.cli.main import main
+from relit_platform.control.object_tier import ObjectTier
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.pins import read_pins
+from relit_storage.checkpoint.verifying import verify_copy
 from relit_storage.run.layout import log_key, manifest_key, shard_key, step_prefix
 from relit_storage.run.lease import read_lease
 
@@ -73,13 +76,18 @@ def extras_bytes(saved: Saved, step: int) -> int:
     return sum((folder / f"rank-{rank:05d}.json").stat().st_size for rank in (0, 1))
 
 
+def flip(saved: Saved, step: int) -> None:
+    """One bit of a tensor, which only a checksum can see."""
+    path = saved.path(shard_key(step, 1, 1))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def test_verify_exits_by_what_it_finds(saved: Saved, shell: Shell) -> None:
     assert answer(shell, "verify", "r1", "--deep")["whole"]
     assert answer(shell, "verify", "r1", 20)["checked"][0]["step"] == 20
-    shard = saved.path(shard_key(20, 1, 1))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(saved, 20)
     assert shell("verify", "r1")[0] == 0
     refused = answer(shell, "verify", "r1", "--deep", code=100)["refused"]
     assert [(r["step"], r["file"]) for r in refused] == [(20, shard_key(20, 1, 1))]
@@ -144,6 +152,50 @@ def test_diff_counts_elements(saved: Saved, shell: Shell) -> None:
     assert code == 0 and "elements differ, at most by" in out
 
 
+def test_diff_of_damaged_bytes_exits_100(saved: Saved, shell: Shell) -> None:
+    flip(saved, 30)
+    code, _, err = shell("diff", "r1", 20, 30)
+    assert code == 100 and shard_key(30, 1, 1) in err
+
+
+def test_diff_between_runs(saved: Saved, shell: Shell, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other")
+    other.commit([20])
+    path = tmp_path / "other" / "store" / other.job.reader.run_key
+    assert answer(shell, "diff", "r1", 20, 20, "--with", path)["equal"]
+    assert not answer(shell, "diff", "r1", 10, 20, "--with", path)["equal"]
+
+
+def test_the_nearest_tier_of_the_newest_step_is_exported(
+    saved: Saved, shell: Shell, tmp_path: Path
+) -> None:
+    disk = saved.on_disk([30, 40])
+    said = answer(shell, "export", "r1", "--disk", disk, "--to", "hf", tmp_path / "new")
+    assert (said["step"], said["tier"]) == (40, "disk")
+    (disk / shard_key(30, 1, 0)).unlink()
+    said = answer(shell, "export", "r1", 30, "--disk", disk, "--to", "hf", tmp_path / "old")
+    assert (said["step"], said["tier"]) == (30, "object")
+    assert shell("ls", "r1", "--disk", tmp_path)[0] == 2
+
+
+def test_what_retention_took_meanwhile_is_not_broken(saved: Saved) -> None:
+    checkpoints = Checkpoints(saved.job.reader)
+    copies = checkpoints.copies(10)
+    damaged = checkpoints.copies(30)
+    saved.path(shard_key(30, 1, 0)).unlink()
+    ObjectTier(saved.store, CommitLog(saved.store), time.time).retire(1, 10, 1)
+    refusals = [r for c in (*copies, *damaged) for r in verify_copy(c, deep=True)]
+    assert {r.step for r in refusals} == {10, 30}
+    assert {r.step for r in checkpoints.still_broken(refusals)} == {30}
+
+
+def test_rm_takes_the_replaced_commit_of_the_step_too(saved: Saved, shell: Shell) -> None:
+    saved.commit([20, 50], generation=2)
+    assert [s["generation"] for s in answer(shell, "rm", "r1", 20)["steps"]] == [1, 2]
+    assert steps(shell) == [50, 30, 10]
+    assert saved.store.list(step_prefix(20, 1)) == saved.store.list(step_prefix(20, 2)) == []
+
+
 def test_pins_stay_through_rm_and_gc(saved: Saved, shell: Shell) -> None:
     assert answer(shell, "pin", "r1", 10, "--reason", "paper")["changed"]
     assert not answer(shell, "pin", "r1", 10)["changed"]
@@ -159,7 +211,7 @@ def test_pins_stay_through_rm_and_gc(saved: Saved, shell: Shell) -> None:
 
 
 def test_rm_retires_in_the_log_and_deletes(saved: Saved, shell: Shell) -> None:
-    assert answer(shell, "rm", "r1", 20)["files"] == 5
+    assert answer(shell, "rm", "r1", 20)["steps"][0]["files"] == 5
     assert saved.store.list(step_prefix(20, 1)) == []
     view = CommitLog(saved.store).replay()
     assert [record.step for record in view.retired] == [20]
@@ -184,10 +236,7 @@ def test_a_live_run_keeps_everything(saved: Saved, shell: Shell, verb: tuple[obj
 
 def test_the_newest_whole_step_is_never_removed(saved: Saved, shell: Shell) -> None:
     assert "newest" in shell("rm", "r1", 30)[2]
-    path = saved.path(shard_key(30, 1, 0))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(saved, 30)
     for step in (20, 30):
         code, _, err = shell("rm", "r1", step)
         assert code == 2 and "newest" in err, step
@@ -215,12 +264,17 @@ def test_gc_finds_leftovers_and_only_says_so_first(saved: Saved, shell: Shell) -
 def test_export_falls_back_and_says_what_it_passed_over(
     saved: Saved, shell: Shell, tmp_path: Path
 ) -> None:
-    saved.path(shard_key(30, 1, 0)).unlink()
+    saved.commit([40])
+    saved.path(shard_key(40, 1, 0)).unlink()
+    flip(saved, 30)
     code, out, err = shell("export", "r1", "--to", "torch", tmp_path / "out")
-    assert code == 0 and "step 20" in out and shard_key(30, 1, 0) in err
+    assert code == 0 and "step 20" in out
+    assert shard_key(40, 1, 0) in err and shard_key(30, 1, 1) in err
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     for name, tensor in Trained(20).model.state_dict().items():
         assert torch.equal(state["model"][name], tensor)
-    code, _, err = shell("export", "r1", 30, "--to", "hf", tmp_path / "other")
-    assert code == 100 and "is missing" in err
+    for step, reason in ((30, "checksum"), (40, "is missing")):
+        code, _, err = shell("export", "r1", step, "--to", "hf", tmp_path / "other")
+        assert code == 100 and reason in err
+        assert not (tmp_path / "other").exists()
     assert shell("export", "r1", "--to", "torch", tmp_path / "out")[0] == 2

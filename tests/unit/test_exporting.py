@@ -35,7 +35,7 @@ def saved(tmp_path: Path) -> Saved:
 
 @pytest.fixture
 def reader(saved: Saved) -> CopyReader:
-    return Checkpoints(saved.job.reader).readable(STEP)[0]
+    return Checkpoints(saved.job.reader).readable(STEP)
 
 
 def write(
@@ -131,7 +131,7 @@ def test_a_flipped_bit_leaves_nothing_behind(saved: Saved, tmp_path: Path, to: F
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    reader = Checkpoints(saved.job.reader).readable(STEP)[0]
+    reader = Checkpoints(saved.job.reader).readable(STEP)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CorruptShardError, match="checksum"):
         write(reader, tmp_path / "out", to)

@@ -41,9 +41,11 @@ def rm(run: str, step: int, store: str | None, out: Output) -> None:
     Refused for the newest commit, for the newest step that is whole (it is read to be sure), and
     for a pinned one. The commit log says first that the step is given up.
     """
-    garbage = checkpoints_of(run, store).remove(step)
-    out.data({**garbage.to_json(), "deleted": True})
-    out.say(f"step {step} is deleted: {len(garbage.keys)} files, {size_text(garbage.num_bytes)}")
+    found = checkpoints_of(run, store).remove(step)
+    out.data({"deleted": True, "steps": [garbage.to_json() for garbage in found]})
+    num_files = sum(len(garbage.keys) for garbage in found)
+    size = size_text(sum(garbage.num_bytes for garbage in found))
+    out.say(f"step {step} is deleted: {num_files} files, {size}")
 
 
 @click.command(short_help="Delete what no run needs any more.")

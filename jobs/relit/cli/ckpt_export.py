@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from relit.cli.ckpt_looking import checkpoints_of, disk_option
 from relit.cli.ckpt_progress import byte_bar, size_text
 from relit.cli.options import Output, json_option, run_argument, store_option
+
+if TYPE_CHECKING:
+    from relit.exporting import Selection
+    from relit_storage.checkpoint.copy_reading import CopyReader
 
 
 @click.command(short_help="Write a step for other tools.")
@@ -46,29 +52,33 @@ def export(
     hf: model.safetensors for safetensors and transformers. dcp: a directory for
     torch.distributed.checkpoint.load. torch: checkpoint.pt for torch.load. All bytes are checked.
     """
-    from relit.exporting import export as write
+    from relit.exporting import export as export_copy
     from relit.exporting import select
 
     to, folder = target
-    reader, refusals = checkpoints_of(run, store, disks).readable(step)
-    for refusal in refusals:
+
+    def write(reader: CopyReader) -> tuple[Selection, list[str]]:
+        selection = select(reader, weights_only=weights_only)
+        with byte_bar(f"exporting step {reader.manifest.step}", selection.num_bytes) as done:
+            files = export_copy(
+                reader,
+                selection,
+                folder,
+                to,  # type: ignore[arg-type]  # click.Choice has checked it
+                max_file_bytes=int(max_file_gb * 10**9),
+                on_bytes=done,
+            )
+        return selection, files
+
+    used = checkpoints_of(run, store, disks).first_whole(step, write)
+    for refusal in used.refusals:
         click.echo(f"passed over: {refusal}", err=True)
-    selection = select(reader, weights_only=weights_only)
-    with byte_bar(f"exporting step {reader.manifest.step}", selection.num_bytes) as done:
-        files = write(
-            reader,
-            selection,
-            folder,
-            to,  # type: ignore[arg-type]  # click.Choice has checked it
-            max_file_bytes=int(max_file_gb * 10**9),
-            on_bytes=done,
-        )
-    manifest = reader.manifest
+    (selection, files), manifest = used.answer, used.reader.manifest
     out.data(
         {
             "step": manifest.step,
             "generation": manifest.generation,
-            "tier": reader.copy.tier,
+            "tier": used.reader.copy.tier,
             "to": to,
             "directory": folder,
             "files": files,

@@ -160,8 +160,8 @@ def diff(
     """
     from relit_storage.checkpoint.comparing import compare_fields, compare_tensors
 
-    mine, _ = checkpoints_of(run, store, disks).readable(a)
-    theirs, _ = checkpoints_of(other or run, store, () if other else disks).readable(b)
+    mine = checkpoints_of(run, store, disks).readable(a)
+    theirs = checkpoints_of(other or run, store, () if other else disks).readable(b)
     with byte_bar("comparing", mine.copy.num_bytes) as done:
         changes = list(compare_tensors(mine, theirs, done))
     fields = compare_fields(mine.manifest, theirs.manifest)
@@ -177,8 +177,8 @@ def diff(
     )
     if out.as_json:
         return
-    for name, (ours, others) in fields.items():
-        out.say(f"  {name}: {ours} -> {others}")
+    for name, (ours, other_one) in fields.items():
+        out.say(f"  {name}: {ours} -> {other_one}")
     _say_changes(changes, len(mine.manifest.tensors), out)
 
 
