@@ -137,7 +137,7 @@ class Checkpoints:
     def remove(self, step: int) -> tuple[Garbage, ...]:
         """Give up a step of the object tier; what was deleted. Reads the newest step whole.
 
-        Commits of older generations go first, or the log would fall back to them.
+        Commits of the step by older generations, long replaced, go with it.
         CheckpointNotFoundError; RunAliveError; RetentionError if it must stay.
         """
         with self._driving("rm") as lease:

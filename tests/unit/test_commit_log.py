@@ -144,6 +144,18 @@ def test_superseded_commit_can_be_retired() -> None:
     assert log.replay().superseded == ()
 
 
+def test_a_replaced_commit_never_comes_back_when_the_newer_one_is_retired() -> None:
+    log = CommitLog(MemoryStore())
+    commit(log, 100, generation=1)
+    commit(log, 100, generation=2)
+    commit(log, 200, generation=2)
+    log.append_retire(epoch=1, generation=2, step=100, at_s=1.0)
+    assert steps(log) == [(200, 2)], "what generation 1 committed was rolled back"
+    assert [record.identity for record in log.replay().superseded] == [(100, 1)]
+    log.append_retire(epoch=1, generation=1, step=100, at_s=1.0)
+    assert log.replay().superseded == ()
+
+
 def test_racing_writers_fill_slots_without_a_hole(tmp_path: object) -> None:
     store = LocalStore(str(tmp_path))
     barrier, records = threading.Barrier(8), []

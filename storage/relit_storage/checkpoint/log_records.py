@@ -105,19 +105,16 @@ def fold(records: Iterable[LogRecord], refused: Iterable[tuple[int, str]] = ()) 
     bad = tuple(sorted(refused))
     commits = [record for record in ordered if record.kind == "commit"]
     retired = {record.identity: record for record in ordered if record.kind == "retire"}
-    by_step: dict[int, LogRecord] = {}
-    superseded: list[LogRecord] = []
-    for record in commits:
-        if record.identity in retired:
-            continue
-        if record.step in by_step:
-            superseded.append(by_step[record.step])
-        by_step[record.step] = record
+    # The last commit of a step speaks for it, retired or not: an older one never comes back.
+    last = {record.step: record for record in commits}
+    left = [record for record in commits if record.identity not in retired]
+    in_force = [record for record in left if last[record.step] is record]
+    identities = {record.identity for record in in_force}
     return LogView(
         epoch=max((record.epoch for record in ordered), default=0),
         generation=max((record.generation for record in commits), default=0),
-        commits=tuple(sorted(by_step.values(), key=lambda record: -record.seq)),
-        superseded=tuple(superseded),
+        commits=tuple(reversed(in_force)),
+        superseded=tuple(record for record in left if record.identity not in identities),
         retired=tuple(retired.values()),
         refused=bad,
         next_seq=next_slot([record.seq for record in ordered], [seq for seq, _ in bad]),
