@@ -51,9 +51,10 @@ class Check:
         assert rank.holds and rank.step == step, f"{rank.worker_id} does not hold step {step}"
 
     def entered(self, group: SimGroup) -> None:
-        """Numbers rise, and nobody goes back further than one step, as long as nothing was damaged
-        and no snapshot skipped (all slots pinned, because the agent that persists them was away).
-        A newcomer has no snapshot before its first step: one more, if all die in that moment.
+        """Numbers rise, and nobody goes back further than one step, as long as nothing was damaged.
+        A newcomer has no snapshot before its first step: one more, if all die in that moment. Where
+        snapshots were skipped (all slots pinned, because the agent that persists them was away),
+        each rank may lack another step: then it is what the disk holds, at the worst.
         """
         generation, start = group.generation, group.assignment.source.step
         self.previous = self.newest_entered
@@ -62,10 +63,17 @@ class Check:
         self.starts[generation] = start
         if not self.corrupted:
             young = self.highest - self.starts.get(self.previous, 0) <= 1
-            assert start >= self.highest - 1 - self.skips - young, (
-                f"back from {self.highest} to {start}"
-            )
+            oldest = self.highest - 1 - young
+            if self.skips:
+                oldest = min(oldest, self._newest_on_disk(generation))
+            assert start >= oldest, f"back from {self.highest} to {start}"
         self._run.clock.say(f"generation {generation} from step {start}: {group.members}")
+
+    def _newest_on_disk(self, generation: int) -> int:
+        """The newest committed step that no generation before this one has cut off."""
+        line = Lineage().merged(sorted((g, s) for g, s in self.starts.items() if g < generation))
+        manifests = [place for node in self._run.nodes for place in node.manifests]
+        return max((s for s, g in manifests if line.on_line(g, s)), default=0)
 
     def applied(self, rank: SimRank) -> None:
         """A member of an older generation never completes a step once a newer one trains."""
@@ -102,6 +110,8 @@ class Check:
                 place = ("object", entry.file)
                 found = store.get(entry.file).decode()
                 assert (found,) == entry.checksums or place in self.corrupted
+        gone = self._run.pinned - set(steps)
+        assert not gone, f"pinned steps {gone} are gone"
         if view.newest is not None:
             newest = (view.newest.generation, view.newest.step)
             assert newest >= self._durable, f"durable went back from {self._durable} to {newest}"

@@ -13,6 +13,7 @@ Fault model. At random moments of the first part of a run, and within the limits
     network     a rank or an agent cut off from the manager for seconds; answers lost; messages
                 delivered late and twice
     store       away for seconds; single calls that fail before or after their effect
+    people      pin the newest durable step
     bytes       one shard of a step flipped, in memory, on disk or in the object tier
 
 Not in it, because the design does not promise to survive it in this version: the loss of a node
@@ -22,6 +23,7 @@ together with every state holder; damage to every copy of the state at once; two
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from sim_check import Check
@@ -33,10 +35,13 @@ from sim_rank import SimRank
 from sim_supervisor import SimSupervisor
 
 from relit_platform.run_config import CheckpointConfig, RecoveryConfig, RunConfig, ScalingConfig
+from relit_storage.checkpoint.commit_log import CommitLog
+from relit_storage.checkpoint.pins import write_pin
 from relit_storage.stores.memory import MemoryStore
 
 FAULTS_WITHIN_S = 25.0
 CALM_S = 400.0
+RETIRE_WITHIN_S = 0.1
 
 
 class SimRun:
@@ -47,7 +52,8 @@ class SimRun:
         self.clock = Clock(seed)
         rng = self.clock.rng
         self.steps = rng.randint(15, 40)
-        self.config = _config(rng.randint(1, 3), rng.randint(0, 2), rng.choice([2, 4]))
+        self.config = _config(rng, rng.randint(1, 3), rng.randint(0, 2), rng.choice([2, 4]))
+        self.pinned: set[int] = set()
         self.inner_store = MemoryStore()
         self.store = FaultyStore(self.clock, self.inner_store)
         self.check = Check(self)
@@ -67,6 +73,8 @@ class SimRun:
         self.supervisor = SimSupervisor(self)
         for _ in range(rng.randint(0, 8)):
             self.clock.after(self.clock.between(0.0, FAULTS_WITHIN_S), self._fault)
+        for _ in range(rng.randint(0, 2)):
+            self.clock.after(self.clock.between(0.0, FAULTS_WITHIN_S), self._pin)
         self._look()
 
     def finish(self) -> None:
@@ -87,6 +95,19 @@ class SimRun:
         self.check.tiers()
         if not self.supervisor.over:
             self.clock.after(1.0, self._look)
+
+    def _pin(self) -> None:
+        """The pin may come a moment too late for a deletion that is under way; not later."""
+        newest = CommitLog(self.inner_store).replay().newest
+        if newest is not None:
+            step = newest.step
+            self.clock.say(f"step {step} is pinned")
+            write_pin(self.inner_store, step, reason="", at_s=self.clock.now)
+            self.clock.after(RETIRE_WITHIN_S, lambda: self._pin_holds(step))
+
+    def _pin_holds(self, step: int) -> None:
+        if step in {record.step for record in CommitLog(self.inner_store).replay().commits}:
+            self.pinned.add(step)
 
     # ---- the atlas ----
 
@@ -170,7 +191,7 @@ class SimRun:
             slot.pinned = False
 
 
-def _config(workers: int, spares: int, every: int) -> RunConfig:
+def _config(rng: random.Random, workers: int, spares: int, every: int) -> RunConfig:
     return RunConfig(
         run_id="sim",
         name="sim",
@@ -181,6 +202,14 @@ def _config(workers: int, spares: int, every: int) -> RunConfig:
         code_key="",
         code_sha="",
         scaling=ScalingConfig(workers=workers, spares=spares),
-        checkpoint=CheckpointConfig(disk_every_steps=every, object_every_steps=2 * every),
+        checkpoint=CheckpointConfig(
+            disk_every_steps=every,
+            object_every_steps=rng.choice([0, 2 * every]),
+            object_every_s=rng.choice([1.5, 4.0]),
+            keep_disk=rng.randint(1, 3),
+            keep_object=rng.randint(1, 3),
+            keep_object_every_steps=rng.choice([0, 10]),
+            keep_object_bytes=rng.choice([0, 0, 400]),
+        ),
         recovery=RecoveryConfig(no_progress=50),
     )

@@ -53,7 +53,7 @@ MAX_TRIES = 8
 RETRY_S = 1.0
 UPLOAD_AGAIN_S = 120.0
 MAX_MANIFESTS = 64
-PINS_FRESH_S = 5.0
+PINS_AGAIN_S = 120.0  # a question that has had no answer for so long was lost
 
 Reenter = Callable[[CheckpointEvent], None]
 Say = Callable[[Note], None]
@@ -92,7 +92,7 @@ class CheckpointDesk:
         self._manifests_lock = threading.Lock()
         self._upload_asked_s: dict[Key, float] = {}
         self._pins: frozenset[int] | None = None  # as last read; None: never yet
-        self._pins_read_s = float("-inf")
+        self._pins_asked_s = float("-inf")
 
     def begin_epoch(self, epoch: int, lineage: Lineage) -> None:
         """Later commits carry this epoch; nothing is being restored any more."""
@@ -113,7 +113,7 @@ class CheckpointDesk:
                 case LogCommit():
                     self._later(self._commit, action.checkpoint)
                 case ReadPins():
-                    self._later(self._read_pins)
+                    self._ask_pins()
                 case Discard():
                     self._later(self._discard, action)
                 case Note():
@@ -231,17 +231,24 @@ class CheckpointDesk:
         else:
             self._reenter(Logged(step=step, generation=generation))
 
-    def _read_pins(self) -> None:
-        """Nothing is let go of before the pins were read once; while the store is away, what was
-        read last counts. A pin that is younger than PINS_FRESH_S may come too late.
-        """
+    def _ask_pins(self) -> None:
+        """One question at a time: its answer serves all that has committed until then."""
         now = self._clock()
-        if now - self._pins_read_s >= PINS_FRESH_S:
-            try:
-                self._pins = self._objects.pins()
-                self._pins_read_s = now
-            except StorageError:
-                pass  # the next commit asks again
+        if now - self._pins_asked_s > PINS_AGAIN_S:
+            self._pins_asked_s = now
+            self._later(self._read_pins)
+
+    def _read_pins(self, tries: int = 1) -> None:
+        """Nothing is let go of before the pins were read once. A store that stays away must not
+        fill the disks: what was read last counts after some tries.
+        """
+        try:
+            self._pins = self._objects.pins()
+        except StorageError:
+            if tries < MAX_TRIES:
+                self._later(self._read_pins, tries + 1, delay_s=RETRY_S)
+                return
+        self._pins_asked_s = float("-inf")  # what commits from now on asks again
         if self._pins is not None:
             self._reenter(Pins(steps=self._pins))
 
