@@ -8,39 +8,32 @@
 Beside each lies relit.json: which run and step it was, the data position and the ids. Weights are
 the registered objects whose state is one flat dictionary of tensors, as an nn.Module's is. Every
 byte is checked on the way. The folder appears whole or not at all. torch is imported for dcp and
-torch alone; both write from a mapped scratch file, so that memory stays at one tensor.
+torch alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import secrets
 import shutil
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from relit.errors import BadInputError
+from relit.torch_export import write_with_torch
 from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.checkpoint.durable import sync_dir, write_file
-from relit_storage.checkpoint.image import ImageLayout
 from relit_storage.checkpoint.manifest import TensorEntry
 from relit_storage.checkpoint.safetensors_file import Named, write_sharded, write_tensors
 from relit_storage.errors import CorruptShardError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Json = dict[str, Any]
 Format = Literal["hf", "dcp", "torch"]
 OnBytes = Callable[[int], None]
 ABOUT = "relit.json"
-TORCH_FILE = "checkpoint.pt"
-_SCRATCH = ".scratch.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +53,23 @@ class Selection:
 def select(reader: CopyReader, *, weights_only: bool) -> Selection:
     """Reads the structure that rank 0 saved. CorruptShardError; BadInputError without weights."""
     objects = reader.extras(0).get("objects")
+    file = reader.manifest.shard(0).extras_file
     if not isinstance(objects, dict):
-        file = reader.manifest.shard(0).extras_file
         raise CorruptShardError(file=file, reason="the structure of the state is not in it")
     if weights_only:
         objects = {name: node for name, node in objects.items() if is_weights(node)}
         if not objects:
             raise BadInputError("no registered object is a flat dictionary of tensors.")
-    wanted = set(_tensor_names(objects))
+    try:
+        wanted = set(_tensor_names(objects))
+    except (TypeError, RecursionError) as error:
+        reason = f"the structure of the state does not parse: {error}"
+        raise CorruptShardError(file=file, reason=reason) from error
     tensors = tuple(tensor for tensor in reader.manifest.tensors if tensor.name in wanted)
     missing = wanted - {tensor.name for tensor in tensors}
     if missing:
-        reason = f"it names tensors that were not saved: {sorted(missing)[:3]}"
-        raise CorruptShardError(file=reader.manifest.shard(0).extras_file, reason=reason)
+        reason = f"it names tensors that were not saved: {list(missing)[:3]}"
+        raise CorruptShardError(file=file, reason=reason)
     return Selection(objects=objects, tensors=tensors)
 
 
@@ -102,7 +99,7 @@ def export(
         if to == "hf":
             _write_hf(reader, selection, pending, max_file_bytes, on_bytes)
         else:
-            _write_with_torch(reader, selection, pending, to, on_bytes)
+            write_with_torch(reader, selection.objects, selection.tensors, pending, to, on_bytes)
         text = json.dumps(_about(reader, selection, to), indent=2)  # the order of keys is state
         write_file(os.path.join(pending, ABOUT), [text.encode()])
         names = os.listdir(pending)
@@ -181,72 +178,14 @@ def _hf_names(objects: Json) -> tuple[dict[str, str], dict[str, str]]:
     return names, aliases
 
 
-# ---- torch ----
-
-
-def _write_with_torch(
-    reader: CopyReader, selection: Selection, folder: str, to: Format, on_bytes: OnBytes
-) -> None:
-    import torch
-
-    from relit_platform.worker.state_tree import unflatten
-
-    scratch = os.path.join(folder, _SCRATCH)
-    named = [Named(tensor.name, tensor) for tensor in selection.tensors]
-    layout = write_tensors(scratch, reader, named, {}, on_bytes)
-    state = unflatten(_mapped(scratch, layout), selection.objects)
-    if to == "torch":
-        path = os.path.join(folder, TORCH_FILE)
-        with open(path, "xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-    else:
-        _save_dcp(state, folder)
-    os.unlink(scratch)
-
-
-def _save_dcp(state: Mapping[str, Any], folder: str) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
-    with warnings.catch_warnings():
-        # It says that this is a single process, which is what no_dist asks for.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(dict(state), storage_writer=writer, no_dist=True)
-
-
-def _mapped(path: str, layout: ImageLayout) -> dict[str, Tensor]:
-    """The tensors of a file as views of its pages: they cost no memory until they are read."""
-    import torch
-
-    from relit_platform.worker.state_tree import DTYPES
-
-    with open(path, "rb") as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    tensors: dict[str, Tensor] = {}
-    for spec in layout.specs:
-        dtype = DTYPES.get(spec.dtype)
-        if dtype is None:
-            raise BadInputError(f"tensor {spec.name!r} is {spec.dtype}, which torch does not have.")
-        if spec.num_bytes:
-            count, offset = spec.num_bytes // dtype.itemsize, layout.offset(spec.name)
-            flat = torch.frombuffer(pages, dtype=dtype, count=count, offset=offset)
-            tensors[spec.name] = flat.view(spec.shape)
-        else:
-            tensors[spec.name] = torch.empty(spec.shape, dtype=dtype)
-    return tensors
-
-
-def _tensor_names(node: Any) -> Iterable[str]:
-    """Names of all tensors in a structure."""
+def _tensor_names(node: Any) -> Iterable[Any]:
+    """Names of all tensors in a structure, as far as they are names."""
     if isinstance(node, list):
         for item in node:
             yield from _tensor_names(item)
     elif isinstance(node, dict):
         if node.keys() == {"$T"}:
-            yield str(node["$T"])
+            yield node["$T"]
         else:
             for item in node.values():
                 yield from _tensor_names(item)

@@ -31,6 +31,8 @@ from relit_storage.stores.local import LocalStore
 from relit_storage.stores.protocol import ObjectStore
 
 CHUNK_BYTES, WORLD = 1000, 2
+BIG_CHUNK_BYTES = 256 << 10
+Tensors = dict[str, Tensor]
 
 
 class Tied(nn.Module):
@@ -65,21 +67,26 @@ class Trained:
                 "exp_avg_sq": torch.rand(parameter.shape, generator=source),
             }
 
-    def flatten(self) -> tuple[dict[str, Tensor], Any]:
+    def flatten(self) -> tuple[Tensors, Any]:
         tensors, skeleton = flatten({"model": self.model, "optimizer": self.optimizer})
         return tensors, skeleton
 
 
-def write_step(store: ObjectStore, step: int, generation: int = 1, *, epoch: int = 1) -> Manifest:
-    """Shards, extras and manifest of a step below `store`, not yet in the log."""
-    tensors, skeleton = Trained(step).flatten()
+def write_step(
+    store: ObjectStore, step: int, generation: int = 1, state: tuple[Tensors, Any] | None = None
+) -> Manifest:
+    """Shards, extras and manifest of a step below `store`, not yet in the log.
+
+    state: what `flatten` gave, by default of a Trained.
+    """
+    tensors, skeleton = state or Trained(step).flatten()
     shards = [
         _write_rank(store, step, generation, rank, tensors, skeleton) for rank in range(WORLD)
     ]
     manifest = Manifest.from_shards(
         shards,
         run_id="r1",
-        epoch=epoch,
+        epoch=1,
         cursor={"position": step * 8},
         ids={"config": "c", "code": "d", "data": "e"},
         created_at_s=float(step),
@@ -89,7 +96,7 @@ def write_step(store: ObjectStore, step: int, generation: int = 1, *, epoch: int
 
 
 def _write_rank(
-    store: ObjectStore, step: int, generation: int, rank: int, tensors: dict[str, Tensor], node: Any
+    store: ObjectStore, step: int, generation: int, rank: int, tensors: Tensors, node: Any
 ) -> dict[str, Any]:
     specs = [TensorSpec(k, dtype_name(t), tuple(t.shape)) for k, t in tensors.items()]
     layout = ImageLayout.plan(owned(specs, rank, WORLD), {"relit": "1"})
@@ -102,6 +109,7 @@ def _write_rank(
             room = flat[begin : begin + spec.num_bytes].view(DTYPES[spec.dtype])
             room.view(spec.shape).copy_(tensors[spec.name])
     extras = json.dumps({"v": 1, "step": step, "rank": rank, "objects": node, "rows": []}).encode()
+    chunk_bytes = CHUNK_BYTES if len(image) < 1 << 20 else BIG_CHUNK_BYTES
     store.put(shard_key(step, generation, rank), bytes(image))
     store.put(extras_key(step, generation, rank), extras)
     return {
@@ -112,8 +120,8 @@ def _write_rank(
         "node_id": f"n{rank}",
         "file": shard_key(step, generation, rank),
         "num_bytes": len(image),
-        "chunk_bytes": CHUNK_BYTES,
-        "checksums": chunk_checksums(bytes(image), CHUNK_BYTES),
+        "chunk_bytes": chunk_bytes,
+        "checksums": chunk_checksums(bytes(image), chunk_bytes),
         "extras_file": extras_key(step, generation, rank),
         "extras_bytes": len(extras),
         "extras_checksum": checksum(extras),
@@ -133,11 +141,13 @@ class Saved:
     def store(self) -> ObjectStore:
         return self.job.reader.store
 
-    def commit(self, steps: Iterable[int], generation: int = 1) -> None:
+    def commit(
+        self, steps: Iterable[int], generation: int = 1, state: tuple[Tensors, Any] | None = None
+    ) -> None:
         """Steps of the object tier, published by a supervisor's code."""
         tier = ObjectTier(self.store, CommitLog(self.store), time.time)
         for step in steps:
-            data = write_step(self.store, step, generation).to_bytes()
+            data = write_step(self.store, step, generation, state).to_bytes()
             tier.commit(1, step, generation, data)
 
     def on_disk(self, steps: Iterable[int], node: str = "n1") -> Path:

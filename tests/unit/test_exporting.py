@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from relit.checkpoints import Checkpoints
 from relit.errors import BadInputError
 from relit.exporting import Format, export, is_weights, select
-from relit_platform.worker.state_tree import unflatten
+from relit_platform.worker.state_tree import DTYPES, flatten, unflatten
 from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.errors import CorruptShardError
 from relit_storage.run.layout import shard_key
@@ -123,6 +124,50 @@ def test_dcp_loads_in_place(reader: CopyReader, tmp_path: Path) -> None:
     load(target, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert_same(dict(target["model"]), dict(trained.model.state_dict()))
     assert_same(target["optimizer"], trained.optimizer.state_dict())
+
+
+def state_of_every_dtype() -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(3)
+    found = {}
+    for name, dtype in DTYPES.items():
+        raw = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8, generator=source)
+        found[name.lower()] = raw.view(dtype).view(2, 3)
+    return {**found, "scalar": torch.tensor(7), "empty": torch.empty(0, 4)}
+
+
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_every_dtype_is_bit_equal(tmp_path: Path, to: Format) -> None:
+    saved, wanted = make_run(tmp_path), state_of_every_dtype()
+    saved.commit([1], state=flatten({"model": (lambda: wanted, None)}))  # type: ignore[dict-item]
+    write(Checkpoints(saved.job.reader).readable(1), tmp_path / "out", to)
+    if to == "hf":
+        found = load_file(tmp_path / "out" / "model.safetensors")
+    else:
+        found = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["model"]
+    for name, tensor in wanted.items():
+        assert found[name].dtype is tensor.dtype and found[name].shape == tensor.shape
+        assert same_bytes(found[name], tensor), name
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*raw)
+
+
+def test_an_export_holds_one_chunk_in_memory(tmp_path: Path) -> None:
+    saved = make_run(tmp_path)
+    big = torch.arange(2 << 20, dtype=torch.int64)  # 16 MiB
+    saved.commit([1], state=flatten({"model": (lambda: {"w": big}, None)}))  # type: ignore[dict-item]
+    reader = Checkpoints(saved.job.reader).readable(1)
+    chunk_bytes = max(shard.chunk_bytes for shard in reader.manifest.shards)
+    tracemalloc.start()
+    try:
+        write(reader, tmp_path / "out", "hf")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * chunk_bytes + (1 << 20)
+    assert same_bytes(load_file(tmp_path / "out" / "model.safetensors")["w"], big)
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])

@@ -95,7 +95,7 @@ def restore(
     load_state_dict complained about.
     """
     _compare(skeleton, objects, "registered objects")
-    states = {name: _decode(skeleton[name], tensors, name) for name in objects}
+    states = unflatten(tensors, {name: skeleton[name] for name in objects})
     for name, holder in objects.items():
         if isinstance(holder, nn.Module):
             _compare_module(name, holder, states[name])
@@ -106,9 +106,12 @@ def restore(
 def unflatten(tensors: Mapping[str, Tensor], skeleton: Json) -> dict[str, Any]:
     """The states that `flatten` took apart, by registered name; they hold the given tensors.
 
-    Raises StateMismatchError if a tensor is missing, StateError for a skeleton of another kind.
+    Raises StateMismatchError if a tensor is missing, StateError if the skeleton is none.
     """
-    return {name: _decode(node, tensors, name) for name, node in skeleton.items()}
+    try:
+        return {name: _decode(node, tensors, name) for name, node in skeleton.items()}
+    except (TypeError, ValueError, KeyError, IndexError, struct.error, RecursionError) as error:
+        raise StateError(f"the saved structure of the state does not parse: {error}") from error
 
 
 def state_of(holder: StateHolder) -> Any:

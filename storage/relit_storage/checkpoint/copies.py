@@ -14,10 +14,17 @@ from typing import Any, Literal
 
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.log_records import LogRecord
-from relit_storage.checkpoint.manifest import Manifest
-from relit_storage.errors import ManifestError, ObjectMissingError
+from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
+from relit_storage.errors import (
+    ManifestError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
 from relit_storage.run.layout import STEPS_PREFIX, log_key, manifest_key, parse_step_prefix
 from relit_storage.stores.protocol import ObjectStore
+
+_MISSING = "the manifest is missing"
 
 TierName = Literal["disk", "object"]  # nearest first
 
@@ -111,15 +118,12 @@ def take_inventory(run: ObjectStore, disks: Sequence[ObjectStore] = ()) -> Inven
 
 
 def _object_copy(run: ObjectStore, record: LogRecord) -> StepCopy:
-    manifest, problem = None, ""
-    try:
-        raw = run.get(record.manifest_key)
-        if hashlib.sha256(raw).hexdigest() != record.manifest_sha256:
-            problem = "the manifest is not the one that was committed"
-        else:
-            manifest, problem = _parsed(raw, record.step, record.generation)
-    except ObjectMissingError:
-        problem = "the manifest is missing"
+    raw, problem = _read_manifest(run, record.manifest_key, record.manifest_bytes)
+    manifest = None
+    if raw is not None and hashlib.sha256(raw).hexdigest() != record.manifest_sha256:
+        problem = "the manifest is not the one that was committed"
+    elif raw is not None:
+        manifest, problem = _parsed(raw, record.step, record.generation)
     return StepCopy(
         tier="object",
         step=record.step,
@@ -133,17 +137,17 @@ def _object_copy(run: ObjectStore, record: LogRecord) -> StepCopy:
 
 def _disk_copies(disks: Sequence[ObjectStore]) -> Iterable[StepCopy]:
     """One for each manifest: every node has the same bytes, and shards of its own."""
-    found: dict[tuple[int, int], set[bytes]] = {}
+    found: dict[tuple[int, int], dict[bytes | None, str]] = {}
     for disk in disks:
         for place in _places(disk):
-            try:
-                raw = disk.get(manifest_key(*place))
-            except ObjectMissingError:
-                continue  # without its manifest the step does not exist
-            found.setdefault(place, set()).add(raw)
+            raw, problem = _read_manifest(disk, manifest_key(*place), None)
+            if raw is not None or problem != _MISSING:  # without one the step does not exist
+                found.setdefault(place, {})[raw] = problem
     for (step, generation), raws in found.items():
-        for raw in sorted(raws):
-            manifest, problem = _parsed(raw, step, generation)
+        for raw, problem in raws.items():
+            manifest = None
+            if raw is not None:
+                manifest, problem = _parsed(raw, step, generation)
             yield StepCopy(
                 tier="disk",
                 step=step,
@@ -153,6 +157,25 @@ def _disk_copies(disks: Sequence[ObjectStore]) -> Iterable[StepCopy]:
                 problem=problem,
                 committed_at_s=manifest.created_at_s if manifest else 0.0,
             )
+
+
+def _read_manifest(store: ObjectStore, key: str, num_bytes: int | None) -> tuple[bytes | None, str]:
+    """The bytes, or None and why not; num_bytes is what it must have, if that is known."""
+    try:
+        size = store.size(key)
+        if size is None:
+            return None, _MISSING
+        if num_bytes is not None and size != num_bytes:
+            return None, f"the manifest has {size} bytes, {num_bytes} were committed"
+        if size > MAX_MANIFEST_BYTES:
+            return None, f"the manifest has {size} bytes, {MAX_MANIFEST_BYTES} is the limit"
+        return store.get(key), ""
+    except StoreUnavailableError:
+        raise
+    except ObjectMissingError:
+        return None, _MISSING
+    except StoreError as error:  # about this object alone: the other steps may be whole
+        return None, str(error.fields.get("cause", error))
 
 
 def _places(disk: ObjectStore) -> set[tuple[int, int]]:

@@ -6,6 +6,7 @@ the checkpoint; whoever walks the tensors in file order (`in_file_order`) reads 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -17,7 +18,13 @@ from relit_storage.checkpoint.copies import StepCopy
 from relit_storage.checkpoint.image import ITEM_BYTES
 from relit_storage.checkpoint.manifest import Manifest, Piece, ShardEntry, TensorEntry
 from relit_storage.checkpoint.shard import ShardRef, check_chunk
-from relit_storage.errors import CorruptShardError, ManifestError, ObjectMissingError
+from relit_storage.errors import (
+    CorruptShardError,
+    ManifestError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
 from relit_storage.run.layout import manifest_key
 from relit_storage.stores.protocol import ObjectStore
 
@@ -42,8 +49,9 @@ class CopyReader:
     def extras(self, rank: int) -> dict[str, Any]:
         """A rank's JSON: position, ids, and the structure of the state."""
         shard = self.manifest.shard(rank)
-        store = self._store_of(shard.extras_file, shard.extras_bytes)
-        raw = self._got(shard.extras_file, lambda: store.get(shard.extras_file))
+        store = self.store_of(shard.extras_file, shard.extras_bytes)
+        with refusing(shard.extras_file):
+            raw = store.get_range(shard.extras_file, 0, shard.extras_bytes)
         if checksum(raw) != shard.extras_checksum:
             _refuse(shard.extras_file, "extras fail their checksum")
         return _parsed_extras(raw, shard.extras_file, self.manifest.step)
@@ -54,8 +62,9 @@ class CopyReader:
             return self._chunk[2]
         ref = ref_of(shard)
         begin, end = ref.chunk_range(index)
-        store = self._store_of(shard.file, shard.num_bytes)
-        raw = self._got(shard.file, lambda: store.get_range(shard.file, begin, end - begin))
+        store = self.store_of(shard.file, shard.num_bytes)
+        with refusing(shard.file):
+            raw = store.get_range(shard.file, begin, end - begin)
         check_chunk(shard.file, ref, index, raw)
         self._chunk = (shard.file, index, memoryview(raw))
         return self._chunk[2]
@@ -86,9 +95,11 @@ class CopyReader:
             yield target, block
             source, target, count = source + len(block), target + len(block), count - len(block)
 
-    def _store_of(self, file: str, num_bytes: int) -> ObjectStore:
+    def store_of(self, file: str, num_bytes: int) -> ObjectStore:
+        """The store that has a file of this copy, after its size was looked at."""
         if file not in self._stores:
-            found = self.copy.find(file)
+            with refusing(file):
+                found = self.copy.find(file)
             if found is None:
                 _refuse(file, "is missing")
             if found[1] != num_bytes:
@@ -96,13 +107,20 @@ class CopyReader:
             self._stores[file] = found[0]
         return self._stores[file]
 
-    @staticmethod
-    def _got(file: str, get: Any) -> bytes:
-        try:
-            raw: bytes = get()
-        except ObjectMissingError:
-            _refuse(file, "is missing")
-        return raw
+
+@contextlib.contextmanager
+def refusing(file: str) -> Iterator[None]:
+    """A store's failure about one object becomes a refusal of that file. A store that is not
+    available says nothing about the file: StoreUnavailableError goes through.
+    """
+    try:
+        yield
+    except StoreUnavailableError:
+        raise
+    except ObjectMissingError:
+        _refuse(file, "is missing")
+    except StoreError as error:
+        _refuse(file, str(error.fields.get("cause", error)))
 
 
 def in_file_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:

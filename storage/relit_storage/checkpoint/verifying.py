@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy
-from relit_storage.checkpoint.copy_reading import CopyReader, ref_of
+from relit_storage.checkpoint.copy_reading import CopyReader, ref_of, refusing
 from relit_storage.checkpoint.image import MAX_HEADER_BYTES, parse_header
 from relit_storage.checkpoint.manifest import Manifest, ShardEntry
-from relit_storage.errors import CorruptShardError, ObjectMissingError
+from relit_storage.errors import CorruptShardError
 from relit_storage.run.layout import manifest_key
 
 OnBytes = Callable[[int], None]
@@ -59,17 +59,10 @@ def _check_image(reader: CopyReader, shard: ShardEntry, deep: bool, on_bytes: On
 
 
 def _check_header(reader: CopyReader, shard: ShardEntry) -> None:
-    found = reader.copy.find(shard.file)
-    if found is None:
-        raise CorruptShardError(file=shard.file, reason="is missing")
-    store, size = found
-    if size != shard.num_bytes:
-        raise CorruptShardError(file=shard.file, reason=f"{size} bytes, expected {shard.num_bytes}")
-    try:
+    store, size = reader.store_of(shard.file, shard.num_bytes), shard.num_bytes
+    with refusing(shard.file):
         length = int.from_bytes(store.get_range(shard.file, 0, 8), "little")
         head = store.get_range(shard.file, 0, 8 + min(length, MAX_HEADER_BYTES, size))
-    except ObjectMissingError:
-        raise CorruptShardError(file=shard.file, reason="is missing") from None
     layout = parse_header(head, size, shard.file)
     lies = {(spec.name, spec.dtype, spec.shape, layout.offset(spec.name)) for spec in layout.specs}
     if lies != _expected(reader.manifest, shard.file):
@@ -87,12 +80,7 @@ def _expected(manifest: Manifest, file: str) -> set[tuple[str, str, tuple[int, .
 
 
 def _check_extras(reader: CopyReader, shard: ShardEntry, deep: bool, on_bytes: OnBytes) -> None:
-    found = reader.copy.find(shard.extras_file)
-    if found is None:
-        raise CorruptShardError(file=shard.extras_file, reason="is missing")
-    if found[1] != shard.extras_bytes:
-        reason = f"{found[1]} bytes, expected {shard.extras_bytes}"
-        raise CorruptShardError(file=shard.extras_file, reason=reason)
+    reader.store_of(shard.extras_file, shard.extras_bytes)
     if deep:
         reader.extras(shard.rank)
     on_bytes(shard.extras_bytes)
