@@ -47,6 +47,7 @@ from relit_platform.worker.restore import load_plan
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.errors import CorruptShardError, RelitError
 from relit_storage.stores.local import LocalStore
+from relit_storage.stores.protocol import ObjectStore
 
 COUNT = int(os.environ.get("RELIT_CORRUPTIONS", "250"))
 FIRST = int(os.environ.get("RELIT_CORRUPTION_FIRST", "0"))
@@ -130,7 +131,7 @@ def copy_tree(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=shutil.copyfile)
 
 
-def resume(root: Path) -> Restored:
+def resume(root: Path, store: ObjectStore | None = None) -> Restored:
     """Plan, read, exclude what was refused, plan again: what the manager and the ranks do."""
     disk = DiskTier(str(root / "disk" / "r" / NODE), NODE)
     records, refused_records = disk.records()
@@ -144,7 +145,7 @@ def resume(root: Path) -> Restored:
         refusals=(*refused_records, *refused_manifests),
         disk_root=disk.root,
     )
-    store = LocalStore(str(root / "store"))
+    store = store or LocalStore(str(root / "store"))
     commits = ObjectTier(store, CommitLog(store), time.time).commits()
     excluded: list[dict[str, Any]] = []
     for _ in range(2 * len(STEPS) + 1):

@@ -144,3 +144,17 @@ def test_a_manifest_that_does_not_parse_names_itself() -> None:
     torn = NodeInventory(node_id="n1", memory=(), disk=(), manifests=((4, 1, b"{"),), fence=0)
     with pytest.raises(NotRestorableError, match=r"manifest\.json"):
         plan([torn])
+
+
+def test_an_unreadable_slot_of_the_log_is_not_nothing() -> None:
+    lost = ObjectCommit(step=0, generation=0, manifest=None, problem="slot 3 of the log: torn")
+    assert isinstance(plan([], [commit(5), lost]), RestorePlan)
+    with pytest.raises(NotRestorableError, match="slot 3 of the log: torn"):
+        plan([], [lost])
+
+
+def test_a_checkpoint_of_another_run_is_refused() -> None:
+    """Files copied between run directories: same names, same world, another history."""
+    node = inventory(disk=shards(9), manifests=[manifest(9)])
+    with pytest.raises(NotRestorableError, match="is a checkpoint of run 'r'"):
+        plan_restore([node], [commit(9)], Lineage(), (), ["n1"], "another")

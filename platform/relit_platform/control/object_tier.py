@@ -21,6 +21,7 @@ from relit_storage.run.layout import manifest_key, step_prefix
 from relit_storage.stores.protocol import ObjectStore
 
 MAX_COMMITS_READ = 8
+FIRST_SLOT = 1  # of the log; always an epoch, never a commit
 
 
 class ObjectTier:
@@ -64,7 +65,8 @@ class ObjectTier:
         """See ObjectPort.commits. Manifests are read of the newest MAX_COMMITS_READ only: a
         restore never looks further, and retention needs no more than that the others are there.
         """
-        commits = self._log.replay().commits
+        view = self._log.replay()
+        commits = view.commits
         older = [
             ObjectCommit(
                 step=record.step,
@@ -74,7 +76,14 @@ class ObjectTier:
             )
             for record in commits[MAX_COMMITS_READ:]
         ]
-        return [*(self._read(record) for record in commits[:MAX_COMMITS_READ]), *older]
+        lost = [
+            ObjectCommit(
+                step=0, generation=0, manifest=None, problem=f"slot {seq} of the log: {reason}"
+            )
+            for seq, reason in view.refused[-MAX_COMMITS_READ:]
+            if seq > FIRST_SLOT
+        ]
+        return [*(self._read(record) for record in commits[:MAX_COMMITS_READ]), *older, *lost]
 
     def pins(self) -> frozenset[int]:
         """See ObjectPort.pins."""

@@ -116,6 +116,8 @@ def checkpoints(found: Found) -> list[tuple[Checkpoint, bytes | None]]:
             on_disk=whole and _reads(manifests[key]),
         )
     for commit in found.commits:
+        if not commit.generation:
+            continue  # of nobody knows which step
         key = (commit.step, commit.generation)
         world = commit.manifest.world if commit.manifest else 0
         known = adopted.get(key) or Checkpoint(step=key[0], generation=key[1], world=world)

@@ -37,7 +37,10 @@ Refusal = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCommit:
-    """A commit of the object tier's log. manifest None: it could not be read, problem says why."""
+    """A commit of the object tier's log. manifest None: it could not be read, problem says why.
+
+    generation 0: a slot of the log that cannot be read, and may have been a commit of any step.
+    """
 
     step: int
     generation: int
