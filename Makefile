@@ -14,6 +14,7 @@ SUITES = $(wildcard tests/unit tests/sim)
 DRILLS = $(wildcard tests/cluster/test_drill_*.py tests/cluster/test_s3.py)
 SEEDS ?= 200
 KILLS ?= 20
+CORRUPTIONS ?= 10000
 ARGS ?=
 
 .NOTPARALLEL:
@@ -41,6 +42,10 @@ test-cluster: $(STAMP)  ## Tests on a real local Ray cluster
 
 sim: $(STAMP)  ## The seeded simulator alone, over many seeds (SEEDS=200)
 	RELIT_SIM_SEEDS=$(SEEDS) $(PYTEST) -q tests/sim
+
+fuzz: $(STAMP)  ## Damaged checkpoints, racing committers, killed trainers (CORRUPTIONS=10000)
+	RELIT_CORRUPTIONS=$(CORRUPTIONS) RELIT_RACES=200 RELIT_KILLS=50 $(PYTEST) -q -o timeout=3600 \
+	  tests/unit/test_corruption.py tests/unit/test_racing_committers.py tests/unit/test_trainer_killed.py
 
 drill: $(STAMP)  ## SIGKILLs at random steps on a real cluster (KILLS=20)
 	RELIT_DRILL_KILLS=$(KILLS) $(PYTEST) -q -s $(or $(DRILLS),$(error no tests/cluster/test_drill_*.py))
