@@ -45,3 +45,4 @@ def test_a_kill_a_stop_and_a_resume_from_the_object_tier(
     formed = [e["data"] for e in job.events() if e["kind"] == "generation.formed"][-1]
     assert (formed["tier"], formed["start_step"]) == ("object", stopped)
     assert harness.losses(job) == harness.head(calm, STEPS)
+    assert leaks.left_by(lab.root, job.id, list(job.events()), disk=False) == []
