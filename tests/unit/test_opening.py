@@ -36,7 +36,22 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "  ", "memory://", "file://host/x", "file://", "s3://", "nosuch://bucket/x"]
+    "url",
+    [
+        "",
+        "  ",
+        "memory://",
+        "file://host/x",
+        "file://",
+        "s3://",
+        "nosuch://bucket/x",
+        "s3://bucket/x?backend=boto",
+        "ftp://host/x?backend=obstore",
+        "s3://bucket/x?upload_bytes_per_s=0",
+        "s3://bucket/x?upload_bytes_per_s=fast",
+        "s3://bucket/x?upload_bytes_per_s=inf",
+        "s3://bucket/x?upload_bytes_per_s=1e6&backend=fsspec",
+    ],
 )
 def test_addresses_that_name_no_store(url: str) -> None:
     with pytest.raises(StoreAddressError):

@@ -34,6 +34,10 @@ class UploadGoneError(Exception):
     """The upload was ended under us: begin another."""
 
 
+class _StoppedError(Exception):
+    """A part that need not be sent any more; never leaves this module."""
+
+
 def part_spans(num_bytes: int, part_bytes: int = PART_BYTES) -> list[Span]:
     """Where the parts of an object lie: of one size, whole MiB, except the last."""
     smallest = -(-num_bytes // MAX_PARTS)
@@ -139,7 +143,7 @@ class PartUploader:
         def send(number: int) -> str:
             def once(access: S3Access) -> str:
                 if stop.is_set():
-                    raise ConnectionAbortedError("another part of the upload failed")
+                    raise _StoppedError  # another part failed: its error is the one to tell
                 span = spans[number - 1]
                 return send_part(
                     access, key, upload_id, number, source, span, tries=tries, pace=self.pace

@@ -19,14 +19,16 @@ from relit_storage.stores.backoff import Backoff, Tries
 from relit_storage.stores.byte_source import BufferSource, ByteSource, FileSource
 from relit_storage.stores.creating import KeyTakenError, create_once
 from relit_storage.stores.keys import check_key, check_prefix, check_range
-from relit_storage.stores.multipart import PART_BYTES, PartUploader, abandon
+from relit_storage.stores.multipart import PartUploader, abandon
 from relit_storage.stores.pace import Pace
 from relit_storage.stores.s3_access import S3Access, open_access
 
 T = TypeVar("T")
 SLOW_LINK_BYTES_PER_S = 1 << 20  # below this an upload counts as stuck
 NUM_STREAMS = 4  # requests that carry the parts of large objects, of one store and process
-PIECE_BYTES = 16 << 20
+# What one request carries at least within its time on a slow link.
+WHOLE_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
 
 
 class ObstoreVerbs:
@@ -36,8 +38,8 @@ class ObstoreVerbs:
         self._url = url
         self._backoff = backoff
         self._pace = pace
-        # A third of the deadline, so that the last try that begins also ends within it.
-        self._timeout_s = min(30.0, backoff.deadline_s / 3)
+        # A part of the deadline, so that the last try that begins also ends within it.
+        self._timeout_s = min(30.0, backoff.deadline_s / 4)
         self._prefix = urlsplit(url).path.strip("/")
         self._lock = threading.Lock()
         self._access: S3Access | None = None
@@ -52,7 +54,7 @@ class ObstoreVerbs:
     def put(self, key: str, data: bytes) -> None:
         """One request, or parts that become visible together."""
         full = self._full(key)
-        if len(data) > PART_BYTES:
+        if len(data) > WHOLE_BYTES:
             self._put_parts(key, full, BufferSource(data))
         else:
             self._call(key, lambda access: self._send(access, full, data, "overwrite"), len(data))
@@ -62,7 +64,13 @@ class ObstoreVerbs:
         full = self._full(key)
 
         def create() -> None:
-            self._call(key, lambda access: self._send(access, full, data, "create"), len(data))
+            tries = self._tries(len(data), num_last=2)
+            try:
+                self._try(key, lambda access: self._send(access, full, data, "create"), tries)
+            except StoreUnavailableError:
+                # The last answer may have got lost on the way: one look, within the deadline.
+                if self._look(full) != data:
+                    raise
 
         return create_once(self, key, data, create)
 
@@ -72,7 +80,7 @@ class ObstoreVerbs:
         try:
             with open(path, "rb", buffering=0) as file:
                 source = FileSource(file.fileno(), path)
-                if source.num_bytes > PART_BYTES:
+                if source.num_bytes > WHOLE_BYTES:
                     self._put_parts(key, full, source)
                 else:
                     self.put(key, _whole(source))
@@ -99,36 +107,33 @@ class ObstoreVerbs:
 
     def size(self, key: str) -> int | None:
         """Size in bytes, or None."""
-        import obstore
-
         full = self._full(key)
         try:
-            return int(self._call(key, lambda access: obstore.head(access.objects, full))["size"])
+            return self._call(key, lambda access: _size(access, full))
         except ObjectMissingError:
             return None
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys; asks for the folder that `prefix` lies in."""
-        import obstore
-
+        """Sorted keys. botocore's call: obstore takes whole folders only, and an error for none."""
         check_prefix(self._url, prefix)
         root = f"{self._prefix}/" if self._prefix else ""
-        folder = f"{root}{prefix}".rpartition("/")[0]
 
         def names(access: S3Access) -> list[str]:
-            pages = obstore.list(access.objects, folder or None, chunk_size=1000)
-            return [str(entry["path"]) for page in pages for entry in page]
+            pages = access.calls.get_paginator("list_objects_v2").paginate(
+                Bucket=access.bucket, Prefix=root + prefix
+            )
+            return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
-        found = [name.removeprefix(root) for name in self._call(f"{prefix}*", names)]
-        return sorted(name for name in found if name.startswith(prefix))
+        found = self._call(f"{prefix}*", names)
+        return sorted(name.removeprefix(root) for name in found if not name.endswith("/"))
 
     def delete(self, key: str) -> None:
         """Remove; no error if absent."""
-        import obstore
-
         full = self._full(key)
         try:
-            self._call(key, lambda access: obstore.delete(access.objects, full))
+            self._call(
+                key, lambda access: access.calls.delete_object(Bucket=access.bucket, Key=full)
+            )
         except ObjectMissingError:
             pass
 
@@ -167,6 +172,8 @@ class ObstoreVerbs:
         options: Any = {} if num_bytes is None else {"range": (start, start + first)}
         answer = obstore.get(access.objects, full, options=options)
         meta = answer.meta
+        if not meta["e_tag"]:
+            raise ConnectionError("the answer to a read carries no ETag")
         end = meta["size"] if num_bytes is None else min(start + num_bytes, meta["size"])
         if num_bytes is None and end > PIECE_BYTES:
             del answer  # unread: too much for one request's time
@@ -190,12 +197,21 @@ class ObstoreVerbs:
             raise ConnectionError(f"{len(data)} bytes came instead of {end - start}")
         return data
 
-    def _tries(self, more_bytes: int) -> Tries:
+    def _look(self, full: str) -> bytes | None:
+        try:
+            return self._get(self._opened(), full)
+        except Exception:
+            return None
+
+    def _tries(self, more_bytes: int, num_last: int = 1) -> Tries:
+        """Tries that end so early that `num_last` more requests fit before the deadline."""
         rate = min(SLOW_LINK_BYTES_PER_S, self._pace.bytes_per_s or SLOW_LINK_BYTES_PER_S)
-        return self._backoff.start(extra_s=more_bytes / rate - self._timeout_s)
+        return self._backoff.start(extra_s=more_bytes / rate - num_last * self._timeout_s)
 
     def _call(self, key: str, call: Callable[[S3Access], T], more_bytes: int = 0) -> T:
-        tries = self._tries(more_bytes)
+        return self._try(key, call, self._tries(more_bytes))
+
+    def _try(self, key: str, call: Callable[[S3Access], T], tries: Tries) -> T:
         while True:
             try:
                 return call(self._opened())
@@ -228,6 +244,15 @@ class ObstoreVerbs:
 
 class _BeyondError(StoreError):
     """The range begins past the end; never leaves this module."""
+
+
+def _size(access: S3Access, full: str) -> int:
+    import obstore
+
+    head = obstore.head(access.objects, full)
+    if not head["e_tag"]:
+        raise ConnectionError("the answer to HEAD carries no ETag")
+    return int(head["size"])
 
 
 def _whole(source: ByteSource) -> bytes:

@@ -17,8 +17,6 @@ from relit_storage.stores.byte_source import ByteSource
 from relit_storage.stores.pace import Pace
 from relit_storage.stores.s3_access import S3Access
 
-STALL_S = 10.0  # a connection that takes or gives no byte for so long is given up
-
 
 class PartRefusedError(Exception):
     """The server's answer to a part; `response` has the shape that botocore's errors have."""
@@ -52,16 +50,15 @@ def send_part(
 
     url = f"{access.object_url(key)}?partNumber={number}&uploadId={quote(upload_id, safe='-_.~')}"
     digest = "UNSIGNED-PAYLOAD" if access.encrypted else _sha256(source, span)
-    timeout = urllib3.Timeout(
-        connect=min(STALL_S, tries.left_s), read=min(3 * STALL_S, tries.left_s)
-    )
+    # Not for the whole part but for each piece sent and for the answer: slow is not stalled.
+    stall_s = min(access.timeout_s, tries.left_s)
     try:
         answer = access.pool.request(
             "PUT",
             url,
             body=_paced(source, span, tries, pace),
             headers=_signed(access, url, digest, span[1]),
-            timeout=timeout,
+            timeout=urllib3.Timeout(connect=stall_s, read=stall_s),
             redirect=False,
         )
     except urllib3.exceptions.HTTPError as error:

@@ -7,6 +7,7 @@ does not have.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -23,6 +24,7 @@ class S3Access:
     """Opened clients; thread-safe; of no use after a fork. `credentials` None is anonymous.
 
     objects: obstore's S3Store of the bucket. calls: botocore's client. pool: urllib3's.
+    timeout_s bounds a request, and in a part's each piece.
     """
 
     bucket: str
@@ -32,6 +34,7 @@ class S3Access:
     objects: Any
     calls: Any
     pool: Any
+    timeout_s: float
 
     @property
     def encrypted(self) -> bool:
@@ -53,6 +56,7 @@ def open_access(url: str, timeout_s: float) -> S3Access:
 
     bucket = urlsplit(url).netloc
     session = botocore.session.get_session()
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     region = url_options(url).get("region") or session.get_config_variable("region") or "us-east-1"
     credentials = session.get_credentials()
     calls = _botocore_client(session, url, region, timeout_s, anonymous=credentials is None)
@@ -73,7 +77,16 @@ def open_access(url: str, timeout_s: float) -> S3Access:
         objects=objects,
         calls=calls,
         pool=pool,
+        timeout_s=timeout_s,
     )
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    """The reader of botocore's service descriptions, which take a while: one for all clients."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 def _botocore_client(session: Any, url: str, region: str, timeout_s: float, anonymous: bool) -> Any:
@@ -120,7 +133,6 @@ def _obstore_client(
         skip_signature=provider is None,
         credential_provider=provider,
         unsigned_payload=base_url.startswith("https:"),  # TLS guards it; the hash costs half a core
-        disable_bulk_delete=True,  # some look-alikes want a checksum with it that is not sent
         client_options=options,
         retry_config={"max_retries": 0},  # the patience is ours
     )
