@@ -164,8 +164,8 @@ class Saved:
         return self.root / "store" / self.job.reader.run_key / key
 
 
-def make_run(root: Path) -> Saved:
-    """A run that was submitted and never driven."""
-    client = Client(store=str(root / "store"), transport=FakeJobs())
+def make_run(root: Path, store: str = "") -> Saved:
+    """A run that was submitted and never driven, in a folder below `root` or in `store`."""
+    client = Client(store=store or str(root / "store"), transport=FakeJobs())
     job = submit(client, write_code(root / "code"), run_id="r1")
     return Saved(job, client, root)

@@ -178,6 +178,24 @@ def test_the_nearest_tier_of_the_newest_step_is_exported(
     assert shell("ls", "r1", "--disk", tmp_path)[0] == 2
 
 
+def test_the_tools_on_s3(
+    s3_endpoint: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://relit/tools?endpoint_url={s3_endpoint}"
+    monkeypatch.setenv("RELIT_STORE", url)
+    saved = make_run(tmp_path, url)
+    saved.commit([10, 20])
+    saved.over()
+    assert answer(shell, "verify", "r1", "--deep")["whole"]
+    assert answer(shell, "export", "r1", 10, "--to", "hf", tmp_path / "out")["step"] == 10
+    assert not answer(shell, "diff", "r1", 10, 20)["equal"]
+    assert answer(shell, "rm", "r1", 10)["deleted"]
+    assert steps(shell) == [20] and saved.store.list(step_prefix(10, 1)) == []
+    saved.store.delete(shard_key(20, 1, 1))
+    refused = answer(shell, "verify", "r1", code=100)["refused"]
+    assert [(r["file"], r["reason"]) for r in refused] == [(shard_key(20, 1, 1), "is missing")]
+
+
 def test_what_retention_took_meanwhile_is_not_broken(saved: Saved) -> None:
     checkpoints = Checkpoints(saved.job.reader)
     copies = checkpoints.copies(10)
