@@ -42,7 +42,7 @@ from relit_storage.run.lease import Lease
 from relit_storage.stores.local import LocalStore
 
 LEASE_S = 60.0  # of a deletion; renewed while it goes on
-OnGarbage = Callable[[Garbage], None]
+OnBytes = Callable[[int], None]
 T = TypeVar("T")
 
 
@@ -134,8 +134,14 @@ class Checkpoints:
         """Let retention decide again; False if the step was not pinned."""
         return remove_pin(self._reader.store, step)
 
-    def remove(self, step: int) -> tuple[Garbage, ...]:
-        """Give up a step of the object tier; what was deleted. Reads the newest step whole.
+    def newest_bytes(self) -> int:
+        """Size of the newest step of the object tier, which is read before anything is deleted."""
+        copies = take_inventory(self._reader.store).copies
+        return copies[0].num_bytes if copies else 0
+
+    def remove(self, step: int, on_bytes: OnBytes = lambda count: None) -> tuple[Garbage, ...]:
+        """Give up a step of the object tier; what was deleted. Reads the newest step whole, of
+        which on_bytes hears.
 
         Commits of the step by older generations, long replaced, go with it.
         CheckpointNotFoundError; RunAliveError; RetentionError if it must stay.
@@ -148,7 +154,7 @@ class Checkpoints:
                 raise RetentionError(step=step, reason="it is pinned")
             if view.newest is not None and view.newest.identity == place:
                 raise RetentionError(step=step, reason="it is the newest commit")
-            if place in self._spared(deep=True):
+            if place in self._spared(deep=True, on_bytes=_renewing(lease, on_bytes)):
                 raise RetentionError(step=step, reason="it is the newest one that is whole")
             older = [record.identity for record in view.superseded if record.step == step]
             store = self._reader.store
@@ -161,29 +167,34 @@ class Checkpoints:
                 give_up(store, log, garbage, epoch=lease.epoch, at_s=time.time())
             return found
 
-    def garbage(self, keep: int | None, *, deep: bool = False) -> tuple[Garbage, ...]:
-        """What `gc` would delete. deep: the newest step to be spared is read whole."""
+    def garbage(
+        self, keep: int | None, *, deep: bool = False, on_bytes: OnBytes = lambda count: None
+    ) -> tuple[Garbage, ...]:
+        """What `gc` would delete. deep: the newest step, which is spared, is read whole."""
         store = self._reader.store
         view = CommitLog(store).replay()
-        return plan_sweep(
-            store, view, keep=keep, spared=self._spared(deep=deep), pins=read_pins(store)
-        )
+        spared = self._spared(deep=deep, on_bytes=on_bytes)
+        return plan_sweep(store, view, keep=keep, spared=spared, pins=read_pins(store))
 
-    def collect(self, keep: int | None, on_garbage: OnGarbage) -> tuple[Garbage, ...]:
-        """Delete the garbage of a run that is not alive; what was deleted. RunAliveError."""
+    def collect(self, keep: int | None, on_bytes: OnBytes) -> tuple[Garbage, ...]:
+        """Delete the garbage of a run that is not alive; what was deleted. RunAliveError.
+
+        on_bytes hears of what was read of the newest step, and of what was deleted.
+        """
         with self._driving("gc --yes") as lease:
             log = CommitLog(self._reader.store)
-            found = self.garbage(keep, deep=True)
+            found = self.garbage(keep, deep=True, on_bytes=_renewing(lease, on_bytes))
             for garbage in found:
                 _renew(lease)
                 give_up(self._reader.store, log, garbage, epoch=lease.epoch, at_s=time.time())
-                on_garbage(garbage)
+                on_bytes(garbage.num_bytes)
             return found
 
     # ---- inside ----
 
-    def _spared(self, *, deep: bool) -> frozenset[Place]:
-        whole = newest_whole(take_inventory(self._reader.store), deep=deep, tier="object")
+    def _spared(self, *, deep: bool, on_bytes: OnBytes) -> frozenset[Place]:
+        inventory = take_inventory(self._reader.store)
+        whole = newest_whole(inventory, deep=deep, tier="object", on_bytes=on_bytes)
         return frozenset() if whole is None else frozenset({(whole.step, whole.generation)})
 
     def _require_commit(self, step: int) -> Place:
@@ -239,6 +250,16 @@ def _node_folders(path: str) -> list[str]:
         return []  # no such folder here, or not ours to read
     inside = (os.path.join(path, name) for name in names)
     return [folder for folder in inside if os.path.isdir(os.path.join(folder, STEPS_PREFIX))]
+
+
+def _renewing(lease: Lease, on_bytes: OnBytes) -> OnBytes:
+    """Reading the newest step may take longer than the lease."""
+
+    def heard(count: int) -> None:
+        _renew(lease)
+        on_bytes(count)
+
+    return heard
 
 
 def _renew(lease: Lease) -> None:

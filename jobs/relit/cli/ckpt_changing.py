@@ -41,7 +41,9 @@ def rm(run: str, step: int, store: str | None, out: Output) -> None:
     Refused for the newest commit, for the newest step that is whole (it is read to be sure), and
     for a pinned one. The commit log says first that the step is given up.
     """
-    found = checkpoints_of(run, store).remove(step)
+    checkpoints = checkpoints_of(run, store)
+    with byte_bar("checking the newest step", checkpoints.newest_bytes()) as done:
+        found = checkpoints.remove(step, done)
     out.data({"deleted": True, "steps": [garbage.to_json() for garbage in found]})
     num_files = sum(len(garbage.keys) for garbage in found)
     size = size_text(sum(garbage.num_bytes for garbage in found))
@@ -68,8 +70,9 @@ def gc(run: str, yes: bool, keep: int | None, store: str | None, out: Output) ->
     checkpoints = checkpoints_of(run, store)
     found = checkpoints.garbage(keep)
     if yes:
-        with byte_bar("deleting", sum(garbage.num_bytes for garbage in found)) as done:
-            found = checkpoints.collect(keep, lambda garbage: done(garbage.num_bytes))
+        work = checkpoints.newest_bytes() + sum(garbage.num_bytes for garbage in found)
+        with byte_bar("checking and deleting", work) as done:
+            found = checkpoints.collect(keep, done)
     out.data({"deleted": yes, "steps": [garbage.to_json() for garbage in found]})
     for garbage in found:
         size = f"{len(garbage.keys)} files, {size_text(garbage.num_bytes)}"

@@ -38,10 +38,12 @@ def verify_copy(
     return refusals
 
 
-def newest_whole(inventory: Inventory, *, deep: bool, tier: str) -> StepCopy | None:
+def newest_whole(
+    inventory: Inventory, *, deep: bool, tier: str, on_bytes: OnBytes = lambda count: None
+) -> StepCopy | None:
     """The newest copy on a tier in which nothing is refused; reads until one is found."""
     for copy in inventory.copies:
-        if copy.tier == tier and not verify_copy(copy, deep=deep):
+        if copy.tier == tier and not verify_copy(copy, deep=deep, on_bytes=on_bytes):
             return copy
     return None
 
