@@ -146,6 +146,7 @@ class Checkpoints:
         Commits of the step by older generations, long replaced, go with it.
         CheckpointNotFoundError; RunAliveError; RetentionError if it must stay.
         """
+        self._require_commit(step)  # before anything is written
         with self._driving("rm") as lease:
             place = self._require_commit(step)
             log = CommitLog(self._reader.store)

@@ -44,6 +44,7 @@ def checkpoints_of(run: str, store: str | None, disks: tuple[str, ...] = ()) -> 
 @json_option
 def ls(run: str, disks: tuple[str, ...], store: str | None, out: Output) -> None:
     """List a run's committed steps, newest first: one line for each tier that has one."""
+    from rich.markup import escape
     from rich.table import Table
 
     checkpoints = checkpoints_of(run, store, disks)
@@ -56,8 +57,8 @@ def ls(run: str, disks: tuple[str, ...], store: str | None, out: Output) -> None
     for row in rows:
         note = row["problem"] or ("pinned" if row["pinned"] else "")
         stamp = time.strftime(_SHOWN_STAMP, time.localtime(row["committed_at_s"]))
-        cells = (row["step"], row["generation"], row["tier"], row["world"])
-        table.add_row(*map(str, cells), size_text(row["bytes"]), stamp, note)
+        cells = (row["step"], row["generation"], row["tier"], row["world"] or "?")
+        table.add_row(*map(str, cells), size_text(row["bytes"]), stamp, escape(note))
     out.console().print(table)
     for refusal in inventory.log_refusals:
         out.say(str(refusal))
