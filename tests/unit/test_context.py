@@ -152,9 +152,11 @@ class VotingRecorder(LocalRecorder):
         step = len(self.rows) + 1.0
         return (1.7e9 + step / 3, 1.0, -step)
 
-    def completed(self, *, member: Any, agreed: list[float], **fields: Any) -> None:
-        self.heard.append((member.step, agreed))
-        LocalRecorder.completed(self, member=member, **fields)
+    def completed(
+        self, *, member: Any, ledger: Any, loss: float, logged: Any, **fields: Any
+    ) -> None:
+        self.heard.append((member.step, fields["agreed"]))
+        LocalRecorder.completed(self, member=member, ledger=ledger, loss=loss, logged=logged)
 
 
 def test_what_decides_a_save_travels_with_the_gradients_of_its_own_step() -> None:

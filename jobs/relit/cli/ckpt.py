@@ -12,6 +12,7 @@ _TOOLS: dict[str, str] = {
     "verify": "relit.cli.ckpt_looking:verify",
     "diff": "relit.cli.ckpt_looking:diff",
     "export": "relit.cli.ckpt_export:export",
+    "plan": "relit.cli.ckpt_plan:plan",
     "pin": "relit.cli.ckpt_changing:pin",
     "rm": "relit.cli.ckpt_changing:rm",
     "gc": "relit.cli.ckpt_changing:gc",

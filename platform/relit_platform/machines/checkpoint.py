@@ -89,7 +89,7 @@ def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome
         case ShardUploaded():
             book, actions = _shard_uploaded(book, event)
         case Logged():
-            book, actions = _logged(book, event)
+            book, actions = _logged(book, event, now)
         case PublishFailed() | LogFailed() | ShardFailed():
             book, actions = _failed(book, event)
         case GenerationFormed():
@@ -187,14 +187,16 @@ def _shard_uploaded(book: CheckpointBook, event: ShardUploaded) -> Outcome:
     return book.having(known), [LogCommit(checkpoint=known)] if whole else []
 
 
-def _logged(book: CheckpointBook, event: Logged) -> Outcome:
+def _logged(book: CheckpointBook, event: Logged, now: float) -> Outcome:
     known = book.steps.get((event.step, event.generation))
     if known is not None and known.phase is COMMITTED and not _on_line(book, known):
         return book.having(replace(known, on_object=True)), []  # it was cut off in that moment
     if known is None or known.phase is not UPLOADING:
         return _ignore(book, "late commit"), []
     known = replace(known, phase=DURABLE, on_object=True, wants_object=False)
-    return book.having(known), [_note("ckpt.committed", known, {"tier": "object"}), ReadPins()]
+    seconds = round(now - known.since_s, 6)
+    data = {"tier": "object", "bytes": known.num_bytes, "seconds": seconds}
+    return book.having(known), [_note("ckpt.committed", known, data), ReadPins()]
 
 
 def _failed(book: CheckpointBook, event: PublishFailed | LogFailed | ShardFailed) -> Outcome:
