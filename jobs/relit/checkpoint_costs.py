@@ -83,7 +83,8 @@ def measured(
 
 def _of_steps(rows: Sequence[Json], saved: set[int]) -> dict[str, float | None]:
     """From the times of the rows: a save delays the row of the step that comes after it."""
-    plain, after = [], []
+    plain: list[float] = []
+    after: list[float] = []
     for row, following in itertools.pairwise(rows):
         in_line = int(following["step"]) == int(row["step"]) + 1
         if in_line and row.get("generation") == following.get("generation"):
