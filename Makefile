@@ -18,7 +18,7 @@ CORRUPTIONS ?= 10000
 ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: help run test check test-unit test-sim test-cluster sim drill bench docs fmt clean
+.PHONY: help run test check test-unit test-sim test-cluster sim fuzz drill bench docs fmt clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
