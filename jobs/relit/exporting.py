@@ -14,7 +14,6 @@ torch alone.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -25,9 +24,14 @@ from typing import Any, Literal
 from relit.errors import BadInputError
 from relit.torch_export import write_with_torch
 from relit_storage.checkpoint.copy_reading import CopyReader
-from relit_storage.checkpoint.durable import sync_dir, write_file
+from relit_storage.checkpoint.durable import sync_dir
 from relit_storage.checkpoint.manifest import TensorEntry
-from relit_storage.checkpoint.safetensors_file import Named, write_sharded, write_tensors
+from relit_storage.checkpoint.safetensors_file import (
+    Named,
+    write_json,
+    write_sharded,
+    write_tensors,
+)
 from relit_storage.errors import CorruptShardError
 
 Json = dict[str, Any]
@@ -100,8 +104,7 @@ def export(
             _write_hf(reader, selection, pending, max_file_bytes, on_bytes)
         else:
             write_with_torch(reader, selection.objects, selection.tensors, pending, to, on_bytes)
-        text = json.dumps(_about(reader, selection, to), indent=2)  # the order of keys is state
-        write_file(os.path.join(pending, ABOUT), [text.encode()])
+        write_json(os.path.join(pending, ABOUT), _about(reader, selection, to))
         names = os.listdir(pending)
     return sorted(names)
 

@@ -198,7 +198,8 @@ def test_a_folder_in_use_is_refused_and_an_empty_one_is_taken(
     with pytest.raises(BadInputError, match="not an empty directory"):
         write(reader, tmp_path / "used", "hf")
     write(reader, tmp_path / "empty", "hf")
-    assert (tmp_path / "empty" / "relit.json").exists()
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "empty").iterdir()}
+    assert len(modes) == 1, "whoever may read the weights may read what they are"
 
 
 KINDS = [

@@ -10,9 +10,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from relit_storage.checkpoint.copy_reading import CopyReader, in_file_order
-from relit_storage.checkpoint.durable import write_file
 from relit_storage.checkpoint.image import ImageLayout, TensorSpec
 from relit_storage.checkpoint.manifest import TensorEntry
 
@@ -48,7 +48,7 @@ def write_tensors(
     chosen = list(tensors)
     layout = ImageLayout.plan((named.spec for named in chosen), metadata)
     names = {named.tensor.name: named.name for named in chosen}
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = _create(path)
     try:
         os.ftruncate(fd, layout.total_bytes)
         _write_at(fd, memoryview(layout.header), 0)
@@ -91,9 +91,22 @@ def write_sharded(
         return names
     total = sum(named.spec.num_bytes for group in groups for named in group)
     index = {"metadata": {"total_size": total, **metadata}, "weight_map": where}
-    text = json.dumps(index, sort_keys=True, indent=2)
-    write_file(os.path.join(folder, stem + INDEX_SUFFIX), [text.encode()])
+    write_json(os.path.join(folder, stem + INDEX_SUFFIX), index)
     return [*names, stem + INDEX_SUFFIX]
+
+
+def write_json(path: str, data: Any) -> None:
+    """A new JSON file, synced, keys in the order given; others may read it as they may the rest."""
+    fd = _create(path)
+    try:
+        _write_at(fd, memoryview(json.dumps(data, indent=2).encode()), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def _grouped(tensors: Iterable[Named], max_file_bytes: int) -> list[list[Named]]:
