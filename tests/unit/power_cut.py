@@ -54,6 +54,10 @@ class PowerCut:
 
         return call
 
+    def go_on(self) -> None:
+        """It was the process alone that ended; the power goes later, by `after`."""
+        self.nth = 0
+
     def after(self, variant: Variant) -> None:
         """Make of the files what the machine finds when it comes up again."""
         for path in self._dirty:

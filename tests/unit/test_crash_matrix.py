@@ -97,6 +97,14 @@ def slots_of(root: Path, folder: Path) -> list[Slot]:
     return slots
 
 
+def before_the_persist(template: Path, root: Path) -> list[Slot]:
+    """Step 20 is on disk, step 40 in the slots."""
+    shutil.rmtree(root, ignore_errors=True)
+    copy_tree(template / "disk", root / "disk")
+    shutil.rmtree(folder_of(root, "disk", NEW).parent)
+    return slots_of(root, folder_of(template, "disk", NEW))
+
+
 def save_on_disk(root: Path, slots: list[Slot], told: Told) -> None:
     """What the agent does with step 40, and then with step 20."""
     folder = root / "disk" / "r" / NODE
@@ -127,10 +135,7 @@ def test_the_power_goes_at_every_call_of_the_disk_tier(
     template: Path, root: Path, variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for nth in range(1, MAX_CALLS):
-        shutil.rmtree(root, ignore_errors=True)
-        copy_tree(template / "disk", root / "disk")
-        shutil.rmtree(folder_of(root, "disk", NEW).parent)
-        slots = slots_of(root, folder_of(template, "disk", NEW))
+        slots = before_the_persist(template, root)
         power, told = PowerCut(nth), Told()
         with monkeypatch.context() as patch:
             for module in (durable, persist, disk_tier, shutil):
@@ -147,6 +152,28 @@ def test_the_power_goes_at_every_call_of_the_disk_tier(
         save_on_disk(root, slots, told)
         assert restored(root) == NEW
         assert not folder_of(root, "disk", OLD).exists()
+    assert 60 < nth < MAX_CALLS - 1
+
+
+def test_a_process_ends_at_every_call_and_the_power_goes_after_the_next_one_published(
+    template: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first life has made but not synced is there for the second, until the power goes."""
+    for nth in range(1, MAX_CALLS):
+        slots = before_the_persist(template, root)
+        power, told = PowerCut(nth), Told()
+        with monkeypatch.context() as patch:
+            for module in (durable, persist, disk_tier, shutil):
+                patch.setattr(module, "os", power)
+            try:
+                save_on_disk(root, slots, told)
+            except PowerCutError:
+                power.go_on()
+                save_on_disk(root, slots, told)
+        if power.nth:
+            break
+        power.after("lost")
+        assert restored(root) == NEW, f"call {nth} ({power.names[nth - 1]})"
     assert 60 < nth < MAX_CALLS - 1
 
 

@@ -169,9 +169,18 @@ class DiskTier:
         if newest is not None and newest[0] > generation:
             raise FencedError(what="generation", ours=generation, newest=newest[0])
         key = manifest_key(step, generation)
-        make_dirs(self._folder(step, generation))
+        self._make_folder(step, generation)
         if not create_file(os.path.join(self.root, key), data):
             raise CommitConflictError(step=step, key=key)
+
+    def _make_folder(self, step: int, generation: int) -> None:
+        """The step's folder, its name and those above it durable, whoever has made them."""
+        path = self._folder(step, generation).rstrip("/")
+        make_dirs(path)
+        for _ in step_prefix(step, generation).strip("/").split("/"):
+            # Who was killed between a mkdir and its sync has left a name that a power cut takes.
+            path = os.path.dirname(path)
+            sync_dir(path)
 
     def drop(self, step: int, generation: int) -> None:
         """Delete a step, its manifest first; repeatable.
