@@ -24,7 +24,13 @@ from relit.errors import (
 from relit.reading import RunReader
 from relit.run_state import LOST, TERMINAL
 from relit_storage.checkpoint.commit_log import CommitLog
-from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy, take_inventory
+from relit_storage.checkpoint.copies import (
+    Inventory,
+    Refusal,
+    StepCopy,
+    refused_slots,
+    take_inventory,
+)
 from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.checkpoint.pins import read_pins, remove_pin, write_pin
 from relit_storage.checkpoint.sweeping import (
@@ -70,11 +76,14 @@ class Checkpoints:
 
     def copies(self, step: int | None) -> tuple[StepCopy, ...]:
         """Copies of a step, of all steps without one. CheckpointNotFoundError if there is none."""
-        inventory = self.inventory()
-        found = inventory.copies if step is None else inventory.of_step(step)
+        found = take_inventory(self._reader.store, self._disks, step=step).copies
         if not found:
-            raise self._not_found(step, inventory)
+            raise self._not_found(step)
         return found
+
+    def log_refusals(self) -> tuple[Refusal, ...]:
+        """Slots of the commit log that cannot be read."""
+        return refused_slots(self._reader.store)
 
     def pins(self) -> frozenset[int]:
         """The pinned steps."""
@@ -111,6 +120,8 @@ class Checkpoints:
 
     def still_broken(self, refusals: Sequence[Refusal]) -> list[Refusal]:
         """Without those of steps that retention has taken away while they were read."""
+        if not refusals:
+            return []
         there = {(copy.tier, copy.step, copy.generation) for copy in self.inventory().copies}
         return [r for r in refusals if r.step < 0 or (r.tier, r.step, r.generation) in there]
 
@@ -199,9 +210,10 @@ class Checkpoints:
         return frozenset() if whole is None else frozenset({(whole.step, whole.generation)})
 
     def _require_commit(self, step: int) -> Place:
-        for copy in take_inventory(self._reader.store).of_step(step):
-            return copy.step, copy.generation
-        raise self._not_found(step, self.inventory())
+        for record in CommitLog(self._reader.store).replay().commits:
+            if record.step == step:
+                return record.identity
+        raise self._not_found(step)
 
     @contextlib.contextmanager
     def _driving(self, verb: str) -> Iterator[Lease]:
@@ -217,8 +229,8 @@ class Checkpoints:
         finally:
             lease.release(time.time())
 
-    def _not_found(self, step: int | None, inventory: Inventory) -> CheckpointNotFoundError:
-        steps = sorted({copy.step for copy in inventory.copies})
+    def _not_found(self, step: int | None) -> CheckpointNotFoundError:
+        steps = sorted({copy.step for copy in self.inventory().copies})
         listed = ", ".join(map(str, steps[-8:]))
         there = f"the newest steps are {listed}" if steps else "nothing was committed yet"
         what = "checkpoint" if step is None else f"step {step}"

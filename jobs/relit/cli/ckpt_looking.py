@@ -109,7 +109,7 @@ def verify(
 
     checkpoints = checkpoints_of(run, store, disks)
     copies = checkpoints.copies(step)
-    refusals = list(checkpoints.inventory().log_refusals) if step is None else []
+    refusals = list(checkpoints.log_refusals()) if step is None else []
     refusals += checkpoints.still_broken(_verified(copies, deep))
     checked = [{"tier": c.tier, "step": c.step, "generation": c.generation} for c in copies]
     out.data(

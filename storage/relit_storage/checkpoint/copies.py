@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from relit_storage.checkpoint.commit_log import CommitLog
-from relit_storage.checkpoint.log_records import LogRecord
+from relit_storage.checkpoint.log_records import LogRecord, LogView
 from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from relit_storage.errors import (
     ManifestError,
@@ -22,6 +23,7 @@ from relit_storage.errors import (
     StoreUnavailableError,
 )
 from relit_storage.run.layout import STEPS_PREFIX, log_key, manifest_key, parse_step_prefix
+from relit_storage.stores.bulk import NUM_READERS
 from relit_storage.stores.protocol import ObjectStore
 
 _MISSING = "the manifest is missing"
@@ -97,24 +99,33 @@ class Inventory:
     copies: tuple[StepCopy, ...]
     log_refusals: tuple[Refusal, ...] = ()
 
-    def of_step(self, step: int) -> tuple[StepCopy, ...]:
-        """The copies of one step."""
-        return tuple(copy for copy in self.copies if copy.step == step)
 
+def take_inventory(
+    run: ObjectStore, disks: Sequence[ObjectStore] = (), *, step: int | None = None
+) -> Inventory:
+    """Everything committed of a run, or of one step; `run` is its directory, `disks` node folders.
 
-def take_inventory(run: ObjectStore, disks: Sequence[ObjectStore] = ()) -> Inventory:
-    """Everything committed of a run: `run` is its directory, `disks` node folders. Blocks; reads
-    the commit log and each manifest once. StoreError if a tier cannot be read.
+    Blocks; reads the commit log, and each manifest once. StoreError if a tier cannot be read.
     """
     view = CommitLog(run).replay()
-    copies = [_object_copy(run, record) for record in view.commits]
-    copies += _disk_copies(disks)
+    records = [record for record in view.commits if step in (None, record.step)]
+    with ThreadPoolExecutor(NUM_READERS, "relit-manifest") as pool:
+        copies = list(pool.map(lambda record: _object_copy(run, record), records))
+    copies += _disk_copies(disks, step)
     copies.sort(key=lambda copy: (*copy.order, copy.tier == "disk"), reverse=True)
-    refusals = tuple(
+    return Inventory(tuple(copies), _log_refusals(view))
+
+
+def refused_slots(run: ObjectStore) -> tuple[Refusal, ...]:
+    """Slots of the commit log that cannot be read. Blocks; StoreError."""
+    return _log_refusals(CommitLog(run).replay())
+
+
+def _log_refusals(view: LogView) -> tuple[Refusal, ...]:
+    return tuple(
         Refusal(tier="object", step=-1, generation=-1, file=log_key(seq), reason=reason)
         for seq, reason in view.refused
     )
-    return Inventory(tuple(copies), refusals)
 
 
 def _object_copy(run: ObjectStore, record: LogRecord) -> StepCopy:
@@ -135,23 +146,25 @@ def _object_copy(run: ObjectStore, record: LogRecord) -> StepCopy:
     )
 
 
-def _disk_copies(disks: Sequence[ObjectStore]) -> Iterable[StepCopy]:
+def _disk_copies(disks: Sequence[ObjectStore], step: int | None) -> Iterable[StepCopy]:
     """One for each manifest: every node has the same bytes, and shards of its own."""
     found: dict[tuple[int, int], dict[bytes | None, str]] = {}
     for disk in disks:
         for place in _places(disk):
+            if step not in (None, place[0]):
+                continue
             raw, problem = _read_manifest(disk, manifest_key(*place), None)
             if raw is not None or problem != _MISSING:  # without one the step does not exist
                 found.setdefault(place, {})[raw] = problem
-    for (step, generation), raws in found.items():
+    for place, raws in found.items():
         for raw, problem in raws.items():
             manifest = None
             if raw is not None:
-                manifest, problem = _parsed(raw, step, generation)
+                manifest, problem = _parsed(raw, *place)
             yield StepCopy(
                 tier="disk",
-                step=step,
-                generation=generation,
+                step=place[0],
+                generation=place[1],
                 stores=tuple(disks),
                 manifest=manifest,
                 problem=problem,
