@@ -27,6 +27,8 @@ from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded, Wor
 from relit_platform.node import keeper as keeper_module
 from relit_platform.node.persist import persist_slot
 from relit_platform.node.slots import Slot, slot_file_bytes
+from relit_platform.node.uploads import STALE_UPLOAD_S
+from relit_storage.errors import StoreError
 from relit_storage.run.layout import manifest_key
 
 
@@ -227,6 +229,26 @@ def test_upload_carries_both_files(node: Node) -> None:
     assert node.wait_for(ShardUploaded)[0].rank == 0
     assert node.store.objects[shard.file] == (node.root / shard.file).read_bytes()
     assert node.store.objects[shard.extras_file] == b'{"step": 7}'
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parts_that_a_killed_agent_left_are_swept_when_the_next_one_starts(
+    node: Node, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    swept: list[tuple[str, float]] = []
+
+    def abandon_uploads(prefix: str, older_than_s: float) -> int:
+        swept.append((prefix, older_than_s))
+        if fails:
+            raise StoreError(url="memory://test", key=prefix, cause="injected")
+        return 1
+
+    monkeypatch.setattr(node.store, "abandon_uploads", abandon_uploads, raising=False)
+    keeper = node.boot()
+    persisted(node, keeper, worker(keeper)[0], step=7)
+    keeper.upload(7, 1, [0])
+    assert node.wait_for(ShardUploaded)[0].rank == 0
+    assert swept == [("", STALE_UPLOAD_S)]
 
 
 def test_damage_on_disk_is_not_carried_on(node: Node) -> None:

@@ -155,6 +155,38 @@ def test_probe_refuses_a_store_that_ignores_the_condition() -> None:
     assert probe(_LooksFirst(), strict=False).missing[:2] == ("create_once", "one_winner")
 
 
+class _Lagging(MemoryStore):
+    """A store that shows a write or a delete one call late, in what it reads or lists."""
+
+    def __init__(self, late: str) -> None:
+        super().__init__()
+        self.late = late
+        self.before: dict[str, bytes] = {}
+
+    def put(self, key: str, data: bytes) -> None:
+        self.before = dict(self._objects)
+        super().put(key, data)
+
+    def delete(self, key: str) -> None:
+        self.before = dict(self._objects)
+        super().delete(key)
+
+    def get(self, key: str) -> bytes:
+        return self.before.get(key, super().get(key)) if self.late == "read" else super().get(key)
+
+    def list(self, prefix: str) -> list[str]:
+        if self.late == "list":
+            return sorted(key for key in self.before if key.startswith(prefix))
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize(
+    ("late", "guarantee"), [("read", "read_after_write"), ("list", "list_after_write")]
+)
+def test_probe_refuses_a_store_that_lags(late: str, guarantee: str) -> None:
+    assert probe(_Lagging(late), strict=False).missing == (guarantee,)
+
+
 # ---- the local ground
 
 

@@ -118,6 +118,7 @@ class NodeKeeper:
             self._watch.add(entry.process)
         self._persists.start()
         self._uploads.start()
+        self._uploads.submit("sweep", self._uploader.sweep)
         for pooled in self._slots.pinned():
             self._queue_persist(pooled)
         for loop in (self._watch_loop, self._log_loop):

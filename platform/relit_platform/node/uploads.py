@@ -15,11 +15,12 @@ from relit_storage.checkpoint.checksum import checksum
 from relit_storage.checkpoint.durable import read_file
 from relit_storage.checkpoint.shard import ShardRef, verify_shard
 from relit_storage.errors import CorruptShardError, StoreError
-from relit_storage.stores.protocol import ObjectStore
+from relit_storage.stores.protocol import AbandonsUploads, ObjectStore
 
 TRIES = 6
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
+STALE_UPLOAD_S = 86400.0  # no upload takes a day, and no clock is wrong by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,19 @@ class Uploader:
                 longest_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**number)
                 if number == TRIES - 1 or self.pause(self.rng.uniform(0, longest_s)):
                     raise
+
+    def sweep(self) -> int:
+        """End this run's uploads that a killed agent left a day ago or before; how many.
+
+        One that was killed since then is gone on with when its shard is uploaded again. Blocks
+        for the store. An error is 0: the next agent's sweep, or the bucket's own rule, does it.
+        """
+        if not isinstance(self.store, AbandonsUploads):
+            return 0
+        try:
+            return self.store.abandon_uploads("", STALE_UPLOAD_S)
+        except StoreError:
+            return 0
 
     def _verify(self, record: ShardPersisted) -> None:
         ref = ShardRef(

@@ -75,25 +75,33 @@ class PartUploader:
         spans = part_spans(source.num_bytes)
         others = self._open_uploads(key, tries)
         if others:
-            upload_id = others.pop()
+            upload_id, num_begun = others.pop(), 0
             etags = self._kept(key, upload_id, source, spans, tries)
         else:
-            upload_id, etags = self._begin(key, tries), {}
+            upload_id, num_begun = self._begin(key, tries)
+            etags = {}
         try:
             self._send_missing(key, upload_id, source, spans, etags, tries)
             self._complete(key, upload_id, source.num_bytes, etags, tries)
         except Exception as error:
             if classify(error) is Answer.FINAL and not isinstance(error, UploadGoneError):
-                self._end(key, [upload_id])
+                self._end(key, [upload_id, *others])
             raise
+        if num_begun > 1:  # an answer was lost, so there may be one that nobody knows
+            others = self._open_uploads(key, tries)
         self._end(key, others)  # of dead uploaders: what they carried is in place
 
-    def _begin(self, key: str, tries: Tries) -> str:
+    def _begin(self, key: str, tries: Tries) -> tuple[str, int]:
+        """The id of a new upload, and how often it was asked for."""
+        num_begun = 0
+
         def begin(access: S3Access) -> str:
+            nonlocal num_begun
+            num_begun += 1
             answer = access.calls.create_multipart_upload(Bucket=access.bucket, Key=key)
             return str(answer["UploadId"])
 
-        return self._repeat(begin, tries)
+        return self._repeat(begin, tries), num_begun
 
     def _open_uploads(self, key: str, tries: Tries) -> list[str]:
         """Uploads open under exactly this key, oldest first; none if we may not look."""

@@ -24,11 +24,14 @@ class Guarantees:
     """What `probe` saw. latency_s is the median of its small writes.
 
     create_once: a second create of a key is refused. one_winner: of racing creates one wins.
-    range_read: byte ranges are right. list_after_write: a listing shows a write at once.
+    read_after_write: a read gives the bytes written last, exactly, and nothing after a delete.
+    range_read: byte ranges are right. list_after_write: a listing shows a write, and a delete, at
+    once.
     """
 
     create_once: bool
     one_winner: bool
+    read_after_write: bool
     range_read: bool
     list_after_write: bool
     latency_s: float
@@ -36,12 +39,12 @@ class Guarantees:
     @property
     def missing(self) -> tuple[str, ...]:
         """Names of the guarantees that this store does not give."""
-        names = ("create_once", "one_winner", "range_read", "list_after_write")
+        names = ("create_once", "one_winner", "read_after_write", "range_read", "list_after_write")
         return tuple(name for name in names if not getattr(self, name))
 
 
 def probe(store: ObjectStore, *, strict: bool = True) -> Guarantees:
-    """Try the guarantees out, in about 40 small calls below a key of its own; blocks.
+    """Try the guarantees out, in about 60 small calls below a key of its own; blocks.
 
     UnsupportedStoreError if one is missing, unless strict is False (the doctor shows the list);
     StoreError if the store cannot be used at all. What it wrote is deleted again.
@@ -52,6 +55,7 @@ def probe(store: ObjectStore, *, strict: bool = True) -> Guarantees:
         found = Guarantees(
             create_once=_creates_once(room, seconds),
             one_winner=all(_race(room, number) == 1 for number in range(RACE_ROUNDS)),
+            read_after_write=_reads_writes(room, seconds),
             range_read=_reads_ranges(room, seconds),
             list_after_write=_lists_writes(room, seconds),
             latency_s=sorted(seconds)[len(seconds) // 2],
@@ -95,6 +99,18 @@ def _race(room: ObjectStore, number: int) -> int:
     return len(wins) if room.get(f"race-{number}") in wins else 0
 
 
+def _reads_writes(room: ObjectStore, seconds: list[float]) -> bool:
+    """A cache on the way shows old bytes; a store that knows no checksum trailers keeps them."""
+    for data in (b"first " * 1000, b"", b"second, shorter"):
+        began = time.monotonic()
+        room.put("read", data)
+        seconds.append(time.monotonic() - began)
+        if room.get("read") != data or room.size("read") != len(data):
+            return False
+    room.delete("read")
+    return room.size("read") is None
+
+
 def _reads_ranges(room: ObjectStore, seconds: list[float]) -> bool:
     began = time.monotonic()
     room.put("range", bytes(range(256)))
@@ -110,7 +126,8 @@ def _lists_writes(room: ObjectStore, seconds: list[float]) -> bool:
         seconds.append(time.monotonic() - began)
         if name not in room.list("list/"):
             return False
-    return True
+    room.delete("list/b")
+    return room.list("list/") == ["list/a", "list/c"]
 
 
 def _clean(room: ObjectStore) -> None:
