@@ -47,7 +47,7 @@ from relit_storage.run.layout import STEPS_PREFIX
 from relit_storage.run.lease import Lease
 from relit_storage.stores.local import LocalStore
 
-LEASE_S = 60.0  # of a deletion; renewed while it goes on
+LEASE_S = 20.0  # of a deletion, renewed while it goes on; a supervisor outwaits one that was killed
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
 
