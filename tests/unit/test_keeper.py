@@ -181,6 +181,23 @@ def test_rubbish_of_interrupted_writes_is_removed(node: Node) -> None:
     assert [refusal["tier"] for refusal in second.inventory().refusals] == ["memory"]
 
 
+def test_what_is_no_slot_keeps_no_node_from_starting(node: Node) -> None:
+    first = node.boot()
+    path = worker(first)[0]
+    snapshot(first, path, step=7)
+    abandon(first)
+    slots = Path(path).parent
+    for name in ("folder", "w9.0.slot"):
+        (slots / name).mkdir()
+    os.mkfifo(slots / "w9.1.slot")
+    (slots / "w9.2.slot").symlink_to("/dev/zero")
+    (slots / "w9.3.slot").symlink_to("w9.3.slot")
+    (slots / "w9.4.slot").write_bytes(b"x" * 9000)
+    inventory = node.boot().inventory()
+    assert [info.step for info in inventory.memory] == [7]
+    assert len(inventory.refusals) == 6 and all(r["reason"] for r in inventory.refusals)
+
+
 # ---- memory ----
 
 

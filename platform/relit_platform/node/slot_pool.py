@@ -43,18 +43,25 @@ class SlotPool:
         self._refusals: list[dict[str, object]] = []
 
     def adopt(self) -> None:
-        """Take over the files that are there; unfinished and damaged ones are removed."""
+        """Take over the files that are there; unfinished and damaged ones are removed.
+
+        What is no file at all stays where it is, and is refused with its reason.
+        """
         for name in sorted(os.listdir(self._folder)):
             path = os.path.join(self._folder, name)
             worker_id, _, number = name.removesuffix(SUFFIX).rpartition(".")
-            if not name.endswith(SUFFIX) or not number.isdecimal():
-                os.unlink(path)  # a creation that was cut short
-                continue
             try:
+                if not name.endswith(SUFFIX) or not number.isdecimal():
+                    os.unlink(path)  # a creation that was cut short
+                    continue
                 pooled = PooledSlot(worker_id, Slot.open(path), os.stat(path).st_size)
             except CorruptShardError as error:
                 self._refusals.append(_refusal(path, error))
                 os.unlink(path)
+                continue
+            except OSError as error:
+                stranger = CorruptShardError(file=path, reason=error.strerror or str(error))
+                self._refusals.append(_refusal(path, stranger))
                 continue
             self._slots[path] = pooled
             self._numbers[worker_id] = max(self._numbers.get(worker_id, 0), int(number) + 1)
