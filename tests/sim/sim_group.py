@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sim_state import token
 
@@ -81,8 +81,14 @@ class SimGroup:
         if lucky and all(rank.step == lucky[0].step for rank in self.ranks()):
             for rank in self.ranks():
                 rank.complete_slot(dead_too=True)
-            for rank in lucky:
-                rank.complete_step()
+            self._complete(lucky)
+
+    def _complete(self, ranks: list[SimRank]) -> None:
+        """These complete the step, for which everybody had sent gradients and votes."""
+        votes = [rank.pace.votes(rank.rank) for rank in self.ranks()]
+        agreed = [sum(places) for places in zip(*votes, strict=True)]
+        due = {rank.complete_step(agreed) for rank in ranks}
+        assert len(due) == 1, "ranks in step disagree about the disk"
 
     def _leave(self, rank: SimRank, kind: str) -> None:
         if rank.alive and rank.frozen:
@@ -122,13 +128,15 @@ class SimGroup:
         source = self.assignment.source
         if source.kind == "checkpoint" and not self._loaded():
             return
-        content = token(0)
+        content, marks = token(0), dict[str, Any]()
         if source.kind == "member":
-            content = self.ranks()[source.rank or 0].content
-        elif source.kind == "checkpoint":
+            holder = self.ranks()[source.rank or 0]
+            content, marks = holder.content, holder.pace.marks()
+        elif source.plan is not None:
             content = self._content
+            marks = self._run.marks[source.plan.step, source.plan.generation]
         for rank in self.ranks():
-            rank.take(source.step, content)
+            rank.take(source.step, content, marks)
         self.entered = True
         self._run.check.entered(self)
         for rank in self.ranks():
@@ -180,6 +188,5 @@ class SimGroup:
             else:
                 self._clock.after(0.2, lambda: self._step(began_s))
             return
-        for rank in self.ranks():
-            rank.complete_step()
+        self._complete(self.ranks())
         self._next()

@@ -17,6 +17,7 @@ from relit_platform.facts import (
     RowBatch,
     ShardSource,
 )
+from relit_platform.worker.pace import Pace
 from relit_storage.errors import StoreError
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class SimRank:
         self.lineage: tuple[tuple[int, int], ...] = ()
         self.group: SimGroup | None = None
         self.rows: dict[int, dict[str, Any]] = {}
+        skew_s = run.clock.between(-30.0, 30.0)  # no two machines have the same time
+        self.pace = Pace(run.config.checkpoint, lambda: run.clock.now + skew_s)
         self.shipped = 0
         self.finished = False
         self._attempt = 0
@@ -135,9 +138,11 @@ class SimRank:
         self.shipped = assignment.last_row_step
         self.phase = "restore"
 
-    def take(self, step: int, content: int) -> None:
+    def take(self, step: int, content: int, marks: dict[str, Any]) -> None:
         """A whole state has arrived; rows of later steps are no longer this line's."""
         self.run.check.state(self, step, content)
+        if not self.holds:
+            self.pace.adopt(marks, {})
         self.step, self.content, self.holds, self.entered = step, content, True, True
         # As in real extras: the newest rows travel with every saved or broadcast state.
         self.rows = {s: self.run.rows[s] for s in range(1, step + 1)}
@@ -185,8 +190,8 @@ class SimRank:
 
     # ---- the loop ----
 
-    def complete_step(self) -> None:
-        """The update is applied: row, snapshot, and what is due."""
+    def complete_step(self, agreed: list[float]) -> bool:
+        """The update is applied: row, snapshot, and what is due; True if that is the disk."""
         self.complete_slot()
         self.step += 1
         self.content = token(self.step)
@@ -199,13 +204,16 @@ class SimRank:
             "samples": 1,
         }
         self.run.rows[self.step] = self.rows[self.step]
-        self._save(final=self.step == self.run.steps)
+        due = self.pace.decide(self.step, agreed).this
+        self.run.marks[self.step, self.generation] = self.pace.marks()
+        self._save(to_disk=due, final=self.step == self.run.steps)
         self.ship()
+        return due
 
-    def _save(self, *, final: bool) -> None:
+    def _save(self, *, to_disk: bool, final: bool) -> None:
         step, generation, group = self.step, self.generation, self.group
         assert group is not None
-        due = final or step % self.run.config.checkpoint.disk_every_steps == 0
+        due = final or to_disk
         slot = SimSlot(
             worker_id=self.worker_id,
             step=step,

@@ -54,6 +54,7 @@ class SimRun:
         self.steps = rng.randint(15, 40)
         self.config = _config(rng, rng.randint(1, 3), rng.randint(0, 2), rng.choice([2, 4]))
         self.pinned: set[int] = set()
+        self.marks: dict[tuple[int, int], dict[str, Any]] = {}  # beside each snapshot
         self.inner_store = MemoryStore()
         self.store = FaultyStore(self.clock, self.inner_store)
         self.check = Check(self)
@@ -204,6 +205,7 @@ def _config(rng: random.Random, workers: int, spares: int, every: int) -> RunCon
         scaling=ScalingConfig(workers=workers, spares=spares),
         checkpoint=CheckpointConfig(
             disk_every_steps=every,
+            disk_every_s=rng.choice([0.0, 0.5, 1.3]),
             object_every_steps=rng.choice([0, 2 * every]),
             object_every_s=rng.choice([1.5, 4.0]),
             keep_disk=rng.randint(1, 3),
