@@ -70,7 +70,10 @@ def apply(files: list[Victim], rng: random.Random) -> tuple[str, set[tuple[str, 
     files: the victims of the undamaged run.
     """
     name = rng.choice(list(KINDS))
-    hit = KINDS[name]([v for v in files if _untouched(v)], rng)
+    files = [v for v in files if _untouched(v)]
+    if not [v for v in files if v.kind not in ("log", "image")]:
+        return "nothing is left to damage", set()
+    hit = KINDS[name](files, rng)
     told = ", ".join(f"{v.tier} {v.steps} {v.path.name}" for v in hit)
     return f"{name}: {told}", {(v.tier, step) for v in hit for step in v.steps}
 
