@@ -6,7 +6,7 @@ damages from a seed; then what a resume does. Whatever the damage:
     what is loaded is bit for bit a state that the run had, extras included
     a step that no damage has touched is restored, or a newer one
     nothing else comes out than a RelitError, and only if every step was touched
-    no code of a file runs, nothing is opened outside the run, memory stays bounded
+    no code of a file runs, nothing is written or connected to, memory stays bounded
 
 Two more draw headers that lie and extras that are none, sealed with checksums that fit: there
 only the parsers are in the way.
