@@ -5,6 +5,7 @@ pytest's importlib mode adds no folder to the path, so this one is added here.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """The URL of an S3 server in this process, on a free loopback port, with bucket `relit`."""
+    """The URL of an S3 server in this process, on a free loopback port, with bucket `relit`.
+
+    RELIT_TEST_S3 names another one, whose credentials are in the environment.
+    """
     import boto3
+
+    if given := os.environ.get("RELIT_TEST_S3"):
+        boto3.client("s3", endpoint_url=given).create_bucket(Bucket="relit")
+        yield given
+        return
     from moto.server import ThreadedMotoServer
 
     environment = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}

@@ -15,7 +15,7 @@ import boto3
 import pytest
 
 from relit_storage.errors import ObjectMissingError, StoreError, StoreUnavailableError
-from relit_storage.stores import multipart, obstore_verbs
+from relit_storage.stores import multipart, obstore_verbs, part_sending, s3_access
 from relit_storage.stores.answers import Answer, classify, describe
 from relit_storage.stores.backoff import Backoff
 from relit_storage.stores.byte_source import FileSource
@@ -71,7 +71,7 @@ def bucket(s3_endpoint: str, small_parts: None) -> Bucket:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the parts that were sent, in order of their sending."""
     numbers: list[int] = []
-    real = multipart.send_part
+    real = part_sending.send_part
 
     def spy(access: Any, key: str, upload_id: str, number: int, *args: Any, **more: Any) -> str:
         numbers.append(number)
@@ -144,7 +144,7 @@ def test_of_several_dead_uploads_one_is_finished_and_none_is_left(
 def test_an_upload_that_someone_ends_under_us_begins_anew(
     bucket: Bucket, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, ended = multipart.send_part, list[str]()
+    real, ended = part_sending.send_part, list[str]()
 
     def end_first(access: Any, key: str, upload_id: str, *args: Any, **more: Any) -> str:
         if not ended:
@@ -173,15 +173,13 @@ def test_a_refused_upload_is_ended_and_publishes_nothing(
 
 
 def multipart_refusal(code: str, status: int) -> Exception:
-    from relit_storage.stores.part_sending import PartRefusedError
-
-    return PartRefusedError(status, code, "no")
+    return part_sending.PartRefusedError(status, code, "no")
 
 
 def test_an_upload_out_of_time_is_kept_for_the_next_try(
     bucket: Bucket, shard: Path, sent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy, two_are_in, now = multipart.send_part, threading.Barrier(3), [0.0]
+    spy, two_are_in, now = vars(multipart)["send_part"], threading.Barrier(3), [0.0]
 
     def busy(access: Any, key: str, upload_id: str, number: int, *args: Any, **more: Any) -> str:
         etag = "" if number == 3 else spy(access, key, upload_id, number, *args, **more)
@@ -271,7 +269,7 @@ def test_stale_credentials_open_the_clients_anew(
     import obstore
 
     real, opened = obstore.put, list[float]()
-    real_open = obstore_verbs.open_access
+    real_open = s3_access.open_access
 
     def count(url: str, timeout_s: float) -> Any:
         opened.append(timeout_s)

@@ -53,18 +53,17 @@ class Uploader:
                 if number == TRIES - 1 or self.pause(self.rng.uniform(0, longest_s)):
                     raise
 
-    def sweep(self) -> int:
-        """End this run's uploads that a killed agent left a day ago or before; how many.
+    def sweep(self) -> None:
+        """End this run's uploads that a killed agent left a day ago or before. Blocks.
 
-        One that was killed since then is gone on with when its shard is uploaded again. Blocks
-        for the store. An error is 0: the next agent's sweep, or the bucket's own rule, does it.
+        One that was killed since then is gone on with when its shard is uploaded again. An error
+        of the store is let be: the next agent's sweep, or the bucket's own rule, does it.
         """
-        if not isinstance(self.store, AbandonsUploads):
-            return 0
-        try:
-            return self.store.abandon_uploads("", STALE_UPLOAD_S)
-        except StoreError:
-            return 0
+        if isinstance(self.store, AbandonsUploads):
+            try:
+                self.store.abandon_uploads("", STALE_UPLOAD_S)
+            except StoreError:
+                pass
 
     def _verify(self, record: ShardPersisted) -> None:
         ref = ShardRef(

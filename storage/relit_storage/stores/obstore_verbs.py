@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from relit_storage.errors import ObjectMissingError, StoreError, StoreUnavailableError
 from relit_storage.stores.answers import Answer, classify, describe
@@ -22,6 +21,7 @@ from relit_storage.stores.keys import check_key, check_prefix, check_range
 from relit_storage.stores.multipart import PartUploader, abandon
 from relit_storage.stores.pace import Pace
 from relit_storage.stores.s3_access import S3Access, open_access
+from relit_storage.stores.s3_options import bucket_and_prefix
 
 T = TypeVar("T")
 SLOW_LINK_BYTES_PER_S = 1 << 20  # below this an upload counts as stuck
@@ -40,7 +40,7 @@ class ObstoreVerbs:
         self._pace = pace
         # A part of the deadline, so that the last try that begins also ends within it.
         self._timeout_s = min(30.0, backoff.deadline_s / 4)
-        self._prefix = urlsplit(url).path.strip("/")
+        self._prefix = bucket_and_prefix(url)[1]
         self._lock = threading.Lock()
         self._access: S3Access | None = None
         self._pool = ThreadPoolExecutor(NUM_STREAMS, "relit-s3")

@@ -13,7 +13,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from relit_storage.stores.s3_options import PLAIN_CHECKSUMS, custom_endpoint, url_options
+from relit_storage.stores.s3_options import (
+    PLAIN_CHECKSUMS,
+    bucket_and_prefix,
+    custom_endpoint,
+    url_options,
+)
 
 CREDENTIALS_TTL = timedelta(minutes=5)  # botocore renews those with less than ten minutes to live
 MAX_CONNECTIONS = 16
@@ -54,7 +59,7 @@ def open_access(url: str, timeout_s: float) -> S3Access:
     import botocore.session  # here and below: most processes of a run open no remote store
     import urllib3
 
-    bucket = urlsplit(url).netloc
+    bucket, _ = bucket_and_prefix(url)
     session = botocore.session.get_session()
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     region = url_options(url).get("region") or session.get_config_variable("region") or "us-east-1"

@@ -29,6 +29,12 @@ def url_options(url: str) -> dict[str, str]:
     return {key: values[-1] for key, values in parse_qs(urlsplit(url).query).items()}
 
 
+def bucket_and_prefix(url: str) -> tuple[str, str]:
+    """Where the objects lie; the prefix without slashes at its ends. Nothing is unquoted."""
+    bucket, _, prefix = url.partition("?")[0].partition("://")[2].strip("/").partition("/")
+    return bucket, prefix.strip("/")
+
+
 def custom_endpoint(url: str) -> str:
     """The endpoint of the URL or the environment; empty for AWS itself."""
     return url_options(url).get("endpoint_url") or _endpoint_of_environment()
