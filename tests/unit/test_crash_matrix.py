@@ -24,6 +24,7 @@ from typing import Literal, TypeVar
 
 import pytest
 import stopped_run
+from faulty_store import Fault, FaultyStore, every_call
 from power_cut import VARIANTS, PowerCut, PowerCutError, Variant
 from stopped_run import NODE, WORLD
 from test_corruption import copy_tree, difference, folder_of, resume
@@ -37,7 +38,7 @@ from relit_platform.node.uploads import Uploader
 from relit_storage.checkpoint import durable
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.manifest import Manifest
-from relit_storage.errors import CommitConflictError
+from relit_storage.errors import CommitConflictError, StoreError
 from relit_storage.stores import local
 from relit_storage.stores.local import LocalStore
 from relit_storage.stores.memory import MemoryStore
@@ -290,6 +291,24 @@ def test_the_process_ends_at_every_call_of_the_store(
         check_object_tier(root, inner, told, f"again after call {nth}")
         assert not [key for key in inner.list("") if f"{OLD:012d}" in key]
     assert 20 < nth < MAX_CALLS - 1
+
+
+@pytest.mark.parametrize("fault", ["fail", "lost"])
+def test_a_failed_call_or_a_lost_answer_costs_one_repetition(
+    template: Path, root: Path, fault: Fault
+) -> None:
+    files = before_the_save(template, root)
+
+    def scenario(store: FaultyStore) -> None:
+        told = Told()
+        try:
+            save_in_object_tier(root, store, told)
+        except StoreError:
+            save_in_object_tier(root, store, told)
+        check_object_tier(root, store.inner, told, f"call {store.nth}: {store.calls[-1]}")
+        assert not [key for key in store.inner.list("") if f"{OLD:012d}" in key]
+
+    assert every_call(lambda: in_memory(files), scenario, fault) > 20
 
 
 def check_object_tier(root: Path, store: ObjectStore, told: Told, when: str) -> None:
