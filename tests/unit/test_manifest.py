@@ -99,6 +99,12 @@ def edited(path: str, value: Any) -> bytes:
         ("step", STEP + 1),
         ("generation", GENERATION + 1),
         ("world", 3),
+        ("world", 10**12),  # not to be listed to find out
+        ("world", 2**63),
+        ("created_at_s", 10**400),
+        ("tensors.0.global_shape", [10**4000, 10**4000]),
+        ("tensors.0.global_shape", [2**62, 2**62]),
+        ("tensors.0.global_shape", [1] * 65 + [2, 2]),
         ("unknown", 1),
         ("ids", {"code": 1}),
         ("tensors", {}),
