@@ -18,7 +18,7 @@ CORRUPTIONS ?= 10000
 ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: help run test check test-unit test-sim test-cluster sim fuzz drill bench docs fmt clean
+.PHONY: help run test check test-unit test-sim test-cluster test-store sim fuzz drill bench docs fmt clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-unit: $(STAMP)  ## Unit tests and the simulator; no Ray
 
 test-cluster: $(STAMP)  ## Tests on a real local Ray cluster
 	$(PYTEST) -q --durations=12 tests/cluster
+
+test-store: $(STAMP)  ## The S3 store against a real server that a proxy breaks; skipped where there is none
+	$(PYTEST) -q -rs tests/store
 
 sim: $(STAMP)  ## The seeded simulator alone, over many seeds (SEEDS=200)
 	RELIT_SIM_SEEDS=$(SEEDS) $(PYTEST) -q tests/sim

@@ -2,7 +2,7 @@
 
     python benchmarks/object_store.py [--mib N] [--rounds N]
 
-A real S3 server on loopback (tests/cluster/real_s3.py says which) gets one file from each client
+A real S3 server on loopback (tests/store/real_s3.py says which) gets one file from each client
 and gives it back into memory, in rotating order, 16 MiB parts and four at a time for all. Rates
 are MiB/s, medians over the rounds; CPU is user and system time of this process, the lowest of the
 rounds, in seconds a gibibyte: the server's does not count. A peer's figure is that of the best
@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "store"))
 
 import real_s3
 

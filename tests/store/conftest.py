@@ -1,0 +1,8 @@
+"""Support modules of these tests are importable by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
