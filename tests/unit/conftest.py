@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +45,20 @@ def s3_endpoint() -> Iterator[str]:
         client.create_bucket(Bucket="relit")
         yield endpoint
         server.stop()
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """Memory stands for the disk: what is tested is order and content, not the device."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="relit-test-") as root:
+        yield Path(root)
+
+
+@pytest.fixture
+def node(tmpfs: Path) -> Iterator[Any]:
+    """A node (node_harness) that is cleared away after the test."""
+    from node_harness import Node
+
+    made = Node(tmpfs)
+    yield made
+    made.clear()

@@ -113,14 +113,6 @@ def template() -> Iterator[Path]:
         yield Path(folder) / "run"
 
 
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="relit-test-") as folder:
-        made = Node(Path(folder))
-        yield made
-        made.clear()
-
-
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 

@@ -2,9 +2,7 @@
 
 import json
 import os
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +28,6 @@ from relit_platform.node.slots import Slot, slot_file_bytes
 from relit_platform.node.uploads import STALE_UPLOAD_S
 from relit_storage.errors import StoreError
 from relit_storage.run.layout import manifest_key
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    """Memory stands for the disk: what is tested is order and content, not the device."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="relit-test-") as root:
-        yield Path(root)
-
-
-@pytest.fixture
-def node(tmpfs: Path) -> Iterator[Node]:
-    """A node that is cleared away after the test."""
-    made = Node(tmpfs)
-    yield made
-    made.clear()
-
 
 # ---- persist ----
 

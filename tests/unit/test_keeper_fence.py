@@ -2,10 +2,7 @@
 
 import dataclasses
 import os
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from node_harness import (
@@ -22,22 +19,6 @@ from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.node.keeper import NodeKeeper
 from relit_storage.errors import CommitConflictError, FencedError, ManifestError
 from relit_storage.run.layout import manifest_key
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    """Memory stands for the disk: what is tested is order and content, not the device."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="relit-test-") as root:
-        yield Path(root)
-
-
-@pytest.fixture
-def node(tmpfs: Path) -> Iterator[Node]:
-    """A node that is cleared away after the test."""
-    made = Node(tmpfs)
-    yield made
-    made.clear()
-
 
 # ---- publish, fence ----
 

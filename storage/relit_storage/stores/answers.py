@@ -15,6 +15,16 @@ import enum
 import errno
 import re
 
+from relit_storage.errors import ObjectMissingError, StoreError, StoreUnavailableError
+
+
+class KeyTakenError(StoreError):
+    """The key exists already. Raised by one conditional request; no verb of a store lets it out."""
+
+
+class BeyondError(StoreError):
+    """The range begins past the end. No verb of a store lets it out."""
+
 
 class Answer(enum.Enum):
     """The meanings above."""
@@ -91,6 +101,16 @@ def classify(error: BaseException) -> Answer:
         return Answer.FINAL  # obstore follows no redirect to another region
     names = {parent.__name__ for parent in type(error).__mro__}
     return Answer.BUSY if names & _BUSY_NAMES else Answer.FINAL
+
+
+def to_error(url: str, key: str, answer: Answer, error: BaseException) -> StoreError:
+    """The error of ours that says the same, to be raised."""
+    if answer is Answer.MISSING:
+        return ObjectMissingError(url=url, key=key)
+    kinds = {Answer.CONFLICT: KeyTakenError, Answer.BEYOND: BeyondError}
+    busy = answer in (Answer.BUSY, Answer.RENEW)
+    kind = kinds.get(answer, StoreUnavailableError if busy else StoreError)
+    return kind(url=url, key=key, cause=describe(error))
 
 
 def describe(error: BaseException) -> str:

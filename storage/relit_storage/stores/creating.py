@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from relit_storage.errors import ObjectMissingError, StoreError, StoreUnavailableError
+from relit_storage.errors import ObjectMissingError, StoreUnavailableError
+from relit_storage.stores.answers import KeyTakenError
 from relit_storage.stores.protocol import ObjectStore
 
 CREATE_TRIES = 4
-
-
-class KeyTakenError(StoreError):
-    """The key exists already. Raised by one conditional request; no verb of a store lets it out."""
 
 
 def create_once(store: ObjectStore, key: str, data: bytes, create: Callable[[], None]) -> bool:

@@ -20,9 +20,9 @@ from relit_storage.errors import (
     StoreUnavailableError,
     UnsupportedStoreError,
 )
-from relit_storage.stores.answers import Answer, classify, describe
+from relit_storage.stores.answers import Answer, BeyondError, classify, to_error
 from relit_storage.stores.backoff import Backoff
-from relit_storage.stores.creating import KeyTakenError, create_once
+from relit_storage.stores.creating import create_once
 from relit_storage.stores.keys import check_key, check_prefix, check_range
 from relit_storage.stores.s3_options import S3_PROTOCOLS, TRANSFER, s3_options
 
@@ -106,7 +106,7 @@ class FsspecStore:
         if num_bytes:
             try:
                 data = bytes(self._ask(key, "cat_file", start=start, end=start + num_bytes))
-            except _BeyondError:
+            except BeyondError:
                 pass
         if len(data) < num_bytes or not num_bytes:
             self._check_end(key, start, num_bytes, len(data))
@@ -190,15 +190,7 @@ class FsspecStore:
                 if answer is Answer.RENEW:
                     self._forget()
                 if answer not in (Answer.BUSY, Answer.RENEW) or not tries.again():
-                    raise self._translate(key, answer, error) from error
-
-    def _translate(self, key: str, answer: Answer, error: Exception) -> StoreError:
-        if answer is Answer.MISSING:
-            return ObjectMissingError(url=self._url, key=key)
-        kinds = {Answer.CONFLICT: KeyTakenError, Answer.BEYOND: _BeyondError}
-        busy = answer in (Answer.BUSY, Answer.RENEW)
-        kind = kinds.get(answer, StoreUnavailableError if busy else StoreError)
-        return kind(url=self._url, key=key, cause=describe(error))
+                    raise to_error(self._url, key, answer, error) from error
 
     def _filesystem(self) -> Any:
         with self._lock:
@@ -220,10 +212,6 @@ class FsspecStore:
         if self._is_s3:
             fs.retries = 2  # its own layer has no jitter; the patience is ours
         return fs
-
-
-class _BeyondError(StoreError):
-    """The range begins past the end; never leaves this module."""
 
 
 def _run(fs: Any, verb: str, timeout_s: float, *args: Any, **options: Any) -> Any:

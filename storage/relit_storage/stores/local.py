@@ -219,7 +219,9 @@ def _make_dirs(path: str) -> None:
         try:
             os.mkdir(folder)
         except FileExistsError:
-            if not os.path.isdir(folder):
+            # One look: between two, another writer's folder may go and come. Gone is not found,
+            # and the caller tries again.
+            if not stat.S_ISDIR(os.stat(folder).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "an object is in the way") from None
         _sync_dir(os.path.dirname(folder))
 

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from relit_storage.errors import ObjectMissingError, StoreError, StoreUnavailableError
-from relit_storage.stores.answers import Answer, classify, describe
+from relit_storage.stores.answers import Answer, BeyondError, classify, to_error
 from relit_storage.stores.backoff import Backoff, Tries
 from relit_storage.stores.byte_source import BufferSource, ByteSource, FileSource
-from relit_storage.stores.creating import KeyTakenError, create_once
+from relit_storage.stores.creating import create_once
 from relit_storage.stores.keys import check_key, check_prefix, check_range
 from relit_storage.stores.multipart import PartUploader, abandon
 from relit_storage.stores.pace import Pace
@@ -102,7 +102,7 @@ class ObstoreVerbs:
             return b""
         try:
             return self._call(key, lambda access: self._get(access, full, start, num_bytes))
-        except _BeyondError:
+        except BeyondError:
             return b""
 
     def size(self, key: str) -> int | None:
@@ -160,7 +160,7 @@ class ObstoreVerbs:
         try:
             self._parts.upload(full, source, tries)
         except Exception as error:
-            raise self._translate(key, classify(error), error) from None
+            raise to_error(self._url, key, classify(error), error) from None
 
     def _get(
         self, access: S3Access, full: str, start: int = 0, num_bytes: int | None = None
@@ -221,15 +221,7 @@ class ObstoreVerbs:
                     self._reopen()
                 if answer not in (Answer.BUSY, Answer.RENEW) or not tries.again():
                     # Without its cause: an answer in XML may repeat what was signed.
-                    raise self._translate(key, answer, error) from None
-
-    def _translate(self, key: str, answer: Answer, error: Exception) -> StoreError:
-        if answer is Answer.MISSING:
-            return ObjectMissingError(url=self._url, key=key)
-        kinds = {Answer.CONFLICT: KeyTakenError, Answer.BEYOND: _BeyondError}
-        busy = answer in (Answer.BUSY, Answer.RENEW)
-        kind = kinds.get(answer, StoreUnavailableError if busy else StoreError)
-        return kind(url=self._url, key=key, cause=describe(error))
+                    raise to_error(self._url, key, answer, error) from None
 
     def _opened(self) -> S3Access:
         with self._lock:
@@ -240,10 +232,6 @@ class ObstoreVerbs:
     def _reopen(self) -> None:
         with self._lock:
             self._access = None
-
-
-class _BeyondError(StoreError):
-    """The range begins past the end; never leaves this module."""
 
 
 def _size(access: S3Access, full: str) -> int:
