@@ -41,7 +41,8 @@ def test_a_member_known_to_be_dead_is_not_waited_for(rank: int) -> None:
     with pytest.raises(CollectiveBrokenError, match="a member ended"):
         form_watched(form, place, lambda: next(answers))
     assert not ended.is_set(), "it was the deadline that ended it"
-    assert ended.wait(FORMING_S * 2), "the attempt that was given up never ends"
+    # torch's client tries once more after a random pause, so the attempt may outlive its deadline.
+    assert ended.wait(60.0), "the attempt that was given up never ends"
 
 
 def test_the_error_of_a_forming_is_raised_here() -> None:
