@@ -97,7 +97,6 @@ def test_killed_again_while_the_generation_forms(lab: Any, calm: dict[int, float
 
 AT_THE_END = {
     "update": (0, SHORT, "update"),
-    "boundary": (0, SHORT, "boundary"),
     "end": (0, SHORT, "end"),
 }
 

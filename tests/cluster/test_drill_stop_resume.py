@@ -17,9 +17,9 @@ from relit.handle import JobHandle
 
 pytestmark = pytest.mark.cluster
 
-STEPS = 1000
-DRIFT_STEPS = 600
-STOPS = {"ctrl-c": 100, "relit stop": 400, "end of the job": 700}
+STEPS = 700
+DRIFT_STEPS = 400
+STOPS = {"ctrl-c": 50, "relit stop": 250, "end of the job": 450}
 CODE = """
 from relit.examples import digits
 

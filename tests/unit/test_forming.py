@@ -11,7 +11,7 @@ from relit_platform.errors import CollectiveBrokenError
 from relit_platform.worker.forming import form_watched
 from relit_platform.worker.process_group import Group, close_group, form_group, open_rendezvous
 
-FORMING_S = 4.0
+FORMING_S = 1.5
 
 
 def test_the_group_of_an_undisturbed_forming_is_handed_on() -> None:
