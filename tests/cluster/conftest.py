@@ -41,7 +41,7 @@ def calm_job(lab: Any) -> Any:
     """The digits job that nobody touches, longer than any other of its kind."""
     import kills
 
-    job = lab.run("calm", steps=max(700, (kills.KILLS + 1) * kills.GAP[1]))
+    job = lab.run("calm", steps=max(1000, (kills.KILLS + 1) * kills.GAP[1]))
     assert job.status()["state"] == "SUCCEEDED", job.status()
     return job
 
