@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -131,6 +132,15 @@ def manifest_of(shards: list[ShardPersisted]) -> bytes:
     ).to_bytes()
 
 
+@contextmanager
+def under(power: PowerCut, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The disk tier's system calls go through `power`."""
+    with monkeypatch.context() as patch:
+        for module in (durable, persist, disk_tier, shutil):
+            patch.setattr(module, "os", power)
+        yield
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_power_goes_at_every_call_of_the_disk_tier(
     template: Path, root: Path, variant: Variant, monkeypatch: pytest.MonkeyPatch
@@ -138,9 +148,7 @@ def test_the_power_goes_at_every_call_of_the_disk_tier(
     for nth in range(1, MAX_CALLS):
         slots = before_the_persist(template, root)
         power, told = PowerCut(nth), Told()
-        with monkeypatch.context() as patch:
-            for module in (durable, persist, disk_tier, shutil):
-                patch.setattr(module, "os", power)
+        with under(power, monkeypatch):
             try:
                 save_on_disk(root, slots, told)
             except PowerCutError:
@@ -163,9 +171,7 @@ def test_a_process_ends_at_every_call_and_the_power_goes_after_the_next_one_publ
     for nth in range(1, MAX_CALLS):
         slots = before_the_persist(template, root)
         power, told = PowerCut(nth), Told()
-        with monkeypatch.context() as patch:
-            for module in (durable, persist, disk_tier, shutil):
-                patch.setattr(module, "os", power)
+        with under(power, monkeypatch):
             try:
                 save_on_disk(root, slots, told)
             except PowerCutError:

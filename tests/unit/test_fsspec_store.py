@@ -97,7 +97,7 @@ def _s3_over(fs: _FakeFs, monkeypatch: pytest.MonkeyPatch) -> tuple[FsspecStore,
         deadline_s=10, clock=lambda: now[0], sleep=sleep, uniform=lambda low, high: high
     )
     store = FsspecStore("s3://bucket/run", backoff=backoff)
-    monkeypatch.setattr(store, "_open", lambda: fs)
+    monkeypatch.setattr(store._client, "_make", lambda: fs)
     return store, pauses
 
 
@@ -138,7 +138,7 @@ def test_s3_expired_credentials_open_the_client_anew(monkeypatch: pytest.MonkeyP
         opened.append(fs)
         return fs
 
-    monkeypatch.setattr(store, "_open", open_again)
+    monkeypatch.setattr(store._client, "_make", open_again)
     store.put("key", b"x")
     assert len(opened) == 2
 

@@ -10,7 +10,6 @@ rule AbortIncompleteMultipartUpload.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from relit_storage.stores.answers import Answer, BeyondError, classify, to_error
 from relit_storage.stores.backoff import Backoff
 from relit_storage.stores.creating import create_once
 from relit_storage.stores.keys import check_key, check_prefix, check_range
+from relit_storage.stores.per_process import PerProcess
 from relit_storage.stores.s3_options import S3_PROTOCOLS, TRANSFER, s3_options
 
 T = TypeVar("T")
@@ -47,17 +47,7 @@ class FsspecStore:
         self._backoff = backoff or Backoff()
         self._protocol = url.partition("://")[0]
         self._is_s3 = self._protocol in S3_PROTOCOLS
-        self._lock = threading.Lock()
-        self._opened: tuple[int, Any] | None = None  # pid that opened it, file system
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_lock"], state["_opened"] = None, None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._client = PerProcess(self._open)
 
     @property
     def url(self) -> str:
@@ -183,24 +173,14 @@ class FsspecStore:
         tries = self._backoff.start(extra_s=more_bytes / SLOW_LINK_BYTES_PER_S)
         while True:
             try:
-                return call(self._filesystem(), tries.left_s)
+                return call(self._client.get(), tries.left_s)
             # A third party's boundary: what a file system raises is not a closed set.
             except Exception as error:
                 answer = classify(error)
                 if answer is Answer.RENEW:
-                    self._forget()
+                    self._client.forget()
                 if answer not in (Answer.BUSY, Answer.RENEW) or not tries.again():
                     raise to_error(self._url, key, answer, error) from error
-
-    def _filesystem(self) -> Any:
-        with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():
-                self._opened = (os.getpid(), self._open())
-            return self._opened[1]
-
-    def _forget(self) -> None:
-        with self._lock:
-            self._opened = None
 
     def _open(self) -> Any:
         import fsspec  # here, because most processes of a run never open a remote store

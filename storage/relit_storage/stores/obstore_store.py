@@ -7,13 +7,12 @@ would hang. There the portable backend (FsspecStore) stands in, with the same pr
 from __future__ import annotations
 
 import os
-import threading
-from typing import Any
 
 from relit_storage.stores.backoff import Backoff
 from relit_storage.stores.fsspec_store import FsspecStore
 from relit_storage.stores.obstore_verbs import ObstoreVerbs
 from relit_storage.stores.pace import Pace
+from relit_storage.stores.per_process import PerProcess
 
 _started_in: set[int] = set()  # pid of the process that started obstore's engine; forks inherit it
 
@@ -35,17 +34,7 @@ class ObstoreStore:
         self._url = url.rstrip("/")
         self._backoff = backoff or Backoff()
         self._upload_bytes_per_s = upload_bytes_per_s
-        self._lock = threading.Lock()
-        self._opened: tuple[int, ObstoreVerbs | FsspecStore] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_lock"], state["_opened"] = None, None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._client: PerProcess[ObstoreVerbs | FsspecStore] = PerProcess(self._open)
 
     @property
     def url(self) -> str:
@@ -95,13 +84,10 @@ class ObstoreStore:
         return verbs.abandon_uploads(prefix, older_than_s) if isinstance(verbs, ObstoreVerbs) else 0
 
     def _verbs(self) -> ObstoreVerbs | FsspecStore:
-        pid = os.getpid()
-        with self._lock:
-            if self._opened is None or self._opened[0] != pid:
-                if self.backend == "fsspec":
-                    self._opened = (pid, FsspecStore(self._url, backoff=self._backoff))
-                else:
-                    _started_in.add(pid)
-                    pace = Pace(self._upload_bytes_per_s)
-                    self._opened = (pid, ObstoreVerbs(self._url, self._backoff, pace))
-            return self._opened[1]
+        return self._client.get()
+
+    def _open(self) -> ObstoreVerbs | FsspecStore:
+        if self.backend == "fsspec":
+            return FsspecStore(self._url, backoff=self._backoff)
+        _started_in.add(os.getpid())
+        return ObstoreVerbs(self._url, self._backoff, Pace(self._upload_bytes_per_s))
