@@ -14,6 +14,8 @@ SUITES = $(wildcard tests/unit tests/sim)
 DRILLS = $(wildcard tests/cluster/test_drill_*.py tests/cluster/test_s3.py)
 SEEDS ?= 200
 KILLS ?= 20
+# Unit tests share nothing but the machine; two at a time is what two cores hold.
+UNIT_WORKERS ?= 2
 CORRUPTIONS ?= 10000
 ARGS ?=
 
@@ -35,7 +37,7 @@ check: $(STAMP)  ## Lint, format, types, tidy rules
 	$(PYTEST) -q tests/unit/test_tidy.py
 
 test-unit: $(STAMP)  ## Unit tests and the simulator; no Ray
-	$(PYTEST) -q $(SUITES)
+	$(PYTEST) -q -n $(UNIT_WORKERS) --dist worksteal $(SUITES)
 
 test-cluster: $(STAMP)  ## Tests on a real local Ray cluster
 	$(PYTEST) -q --durations=12 tests/cluster
