@@ -58,11 +58,15 @@ class Lab:
         """Submit such a job to the local cluster."""
         return relit.submit(self.spec(name, **changes))
 
-    def stoppable(self, name: str, stop_at: list[int], **changes: Any) -> JobHandle:
-        """Submit the digits job that waits, after each of these steps, for a stop."""
+    def stoppable_spec(self, name: str, stop_at: list[int], **changes: Any) -> relit.JobSpec:
+        """The digits job that waits, after each of these steps, for a stop."""
         marks = str(self.root / "marks" / name)
         config = {**changes.pop("config", {}), "stop_at": stop_at, "marks": marks}
-        return self.submit(name, entry=HELD, config=config, **changes)
+        return self.spec(name, entry=HELD, config=config, **changes)
+
+    def stoppable(self, name: str, stop_at: list[int], **changes: Any) -> JobHandle:
+        """Submit such a job."""
+        return relit.submit(self.stoppable_spec(name, stop_at, **changes))
 
     def going(self, name: str, hold_at: list[int], **changes: Any) -> JobHandle:
         """Submit the digits job of which rank 0 waits after each of these steps for `let_go`."""

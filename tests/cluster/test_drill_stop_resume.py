@@ -17,25 +17,42 @@ from relit.handle import JobHandle
 
 pytestmark = pytest.mark.cluster
 
-STEPS = 1000  # far more than a stop takes to arrive after the last of these
-DRIFT_STEPS = 600
-STOPS = {"ctrl-c": 50, "relit stop": 250, "end of the job": 500}
+STEPS = 200
+DRIFT_STEPS = 60
+STOPS = {"ctrl-c": 50, "relit stop": 100, "end of the job": 150}  # held after these steps
 CODE = """
+import time
 from relit.examples import digits
 
 LR = {lr}
 
+class Held:  # goes on after the twentieth step only when a stop was asked for
+    def __init__(self, run):
+        self._run = run
+
+    def __getattr__(self, name):
+        return getattr(self._run, name)
+
+    def batches(self, *data, **sizes):
+        for batch in self._run.batches(*data, **sizes):
+            looks = 0
+            while self._run.step_no == 20 and not self._run.stop_requested:
+                looks += 1
+                assert looks < 2000, "nobody asked for a stop"
+                time.sleep(0.05)
+            yield batch
+
 def train(run, cfg):
-    return digits.train(run, cfg | {{"lr": LR}})
+    return digits.train(Held(run), cfg | {{"lr": LR}})
 """
 
 
-def check_stopped(job: JobHandle, asked_at: int) -> int:
+def check_stopped(job: JobHandle, held_at: int) -> int:
     """Everything that a stop promises; the step at which the run stands."""
     status = job.status()
     assert status["state"] == "STOPPED", status
     step = int(status["step"])
-    assert asked_at <= step < STEPS
+    assert step == held_at + 1  # the one that was held
     assert [row["step"] for row in job.metrics()] == list(range(1, step + 1))
     assert (status["committed"]["disk"], status["committed"]["object"]) == (step, step)
     return step
@@ -49,7 +66,7 @@ def restored(job: JobHandle) -> list[tuple[int, str]]:
 
 def stop_by(how: str, lab: Any, job: JobHandle, waiting: Any) -> int:
     """Stop the run in one of three ways; the step at which it stands, and the exit codes."""
-    status = harness.at_step(job, STOPS[how])
+    lab.until_held(job, STOPS[how])
     store = str(lab.root / "store")
     if how == "ctrl-c":
         waiting.send_signal(signal.SIGINT)
@@ -57,7 +74,7 @@ def stop_by(how: str, lab: Any, job: JobHandle, waiting: Any) -> int:
     elif how == "relit stop":
         assert shell.relit_cli("stop", job.id, "--store", store).code == 103
     else:
-        for pid in victims.pids_of(job, status, "driver"):
+        for pid in victims.pids_of(job, job.status(), "driver"):
             victims.send(pid, signal.SIGTERM)
         job.wait(timeout_s=harness.WAIT_S)
     assert shell.relit_cli("result", job.id, "--store", store).code == 103
@@ -67,7 +84,8 @@ def stop_by(how: str, lab: Any, job: JobHandle, waiting: Any) -> int:
 def test_a_stop_commits_and_a_resume_goes_on_right_there(
     lab: Any, calm: dict[int, float], tmp_path: Path
 ) -> None:
-    spec = shell.write_spec(tmp_path, lab.spec("stopped", steps=STEPS))
+    held = lab.stoppable_spec("stopped", list(STOPS.values()), steps=STEPS)
+    spec = shell.write_spec(tmp_path, held)
     waiting = shell.start("submit", spec, "--wait")
     job = shell.job_of(lab.root / "store", "stopped")
     steps = []
