@@ -7,22 +7,15 @@ that starts meanwhile waits.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from relit.errors import (
-    BadInputError,
-    CheckpointBrokenError,
-    CheckpointNotFoundError,
-    RunAliveError,
-)
+from relit.driving import driving, renew, renewing
+from relit.errors import BadInputError, CheckpointBrokenError, CheckpointNotFoundError
 from relit.reading import RunReader
-from relit.run_state import LOST, TERMINAL
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.copies import (
     Inventory,
@@ -44,10 +37,8 @@ from relit_storage.checkpoint.sweeping import (
 from relit_storage.checkpoint.verifying import newest_whole, verify_copy
 from relit_storage.errors import CorruptShardError, RetentionError
 from relit_storage.run.layout import STEPS_PREFIX
-from relit_storage.run.lease import Lease
 from relit_storage.stores.local import LocalStore
 
-LEASE_S = 20.0  # of a deletion, renewed while it goes on; a supervisor outwaits one that was killed
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
 
@@ -158,7 +149,7 @@ class Checkpoints:
         CheckpointNotFoundError; RunAliveError; RetentionError if it must stay.
         """
         self._require_commit(step)  # before anything is written
-        with self._driving("rm") as lease:
+        with driving(self._reader, "rm") as lease:
             place = self._require_commit(step)
             log = CommitLog(self._reader.store)
             view = log.replay()
@@ -166,7 +157,7 @@ class Checkpoints:
                 raise RetentionError(step=step, reason="it is pinned")
             if view.newest is not None and view.newest.identity == place:
                 raise RetentionError(step=step, reason="it is the newest commit")
-            if place in self._spared(deep=True, on_bytes=_renewing(lease, on_bytes)):
+            if place in self._spared(deep=True, on_bytes=renewing(lease, on_bytes)):
                 raise RetentionError(step=step, reason="it is the newest one that is whole")
             older = [record.identity for record in view.superseded if record.step == step]
             store = self._reader.store
@@ -175,7 +166,7 @@ class Checkpoints:
                 for one in (*sorted(older), place)
             )
             for garbage in found:
-                _renew(lease)
+                renew(lease)
                 give_up(store, log, garbage, epoch=lease.epoch, at_s=time.time())
             return found
 
@@ -193,11 +184,11 @@ class Checkpoints:
 
         on_bytes hears of what was read of the newest step, and of what was deleted.
         """
-        with self._driving("gc --yes") as lease:
+        with driving(self._reader, "gc --yes") as lease:
             log = CommitLog(self._reader.store)
-            found = self.garbage(keep, deep=True, on_bytes=_renewing(lease, on_bytes))
+            found = self.garbage(keep, deep=True, on_bytes=renewing(lease, on_bytes))
             for garbage in found:
-                _renew(lease)
+                renew(lease)
                 give_up(self._reader.store, log, garbage, epoch=lease.epoch, at_s=time.time())
                 on_bytes(garbage.num_bytes)
             return found
@@ -214,20 +205,6 @@ class Checkpoints:
             if record.step == step:
                 return record.identity
         raise self._not_found(step)
-
-    @contextlib.contextmanager
-    def _driving(self, verb: str) -> Iterator[Lease]:
-        state = self._reader.status()["state"]
-        if state not in TERMINAL | {LOST}:
-            raise RunAliveError(run=self._reader.run_id, state=state, verb=verb)
-        holder = f"relit ckpt {verb} on {socket.gethostname()}, pid {os.getpid()}"
-        store, run_id = self._reader.store, self._reader.run_id
-        lease = Lease.take(store, run_id, holder, time.time(), LEASE_S)
-        try:
-            CommitLog(store).append_epoch(lease.epoch, at_s=time.time(), holder=holder)
-            yield lease
-        finally:
-            lease.release(time.time())
 
     def _not_found(self, step: int | None) -> CheckpointNotFoundError:
         steps = sorted({copy.step for copy in self.inventory().copies})
@@ -263,20 +240,3 @@ def _node_folders(path: str) -> list[str]:
         return []  # no such folder here, or not ours to read
     inside = (os.path.join(path, name) for name in names)
     return [folder for folder in inside if os.path.isdir(os.path.join(folder, STEPS_PREFIX))]
-
-
-def _renewing(lease: Lease, on_bytes: OnBytes) -> OnBytes:
-    """Reading the newest step may take longer than the lease."""
-
-    def heard(count: int) -> None:
-        _renew(lease)
-        on_bytes(count)
-
-    return heard
-
-
-def _renew(lease: Lease) -> None:
-    """Before each deletion; FencedError if a supervisor has taken over since."""
-    now = time.time()
-    if lease.record.expires_at_s - now < LEASE_S / 2:
-        lease.renew(now)

@@ -11,6 +11,8 @@
         │   ├── AmbiguousRunError   a prefix that fits several runs
         │   ├── RunFinishedError    a finished run cannot be resumed or stopped
         │   ├── RunAliveError       checkpoints of a run that is not over are its supervisor's
+        │   ├── SourceRefusedError  what is to be imported is damaged, hostile or unknown
+        │   │   └── PickleRefusedError  only unpickling could read it, which may run code
         │   ├── ClusterUnreachableError   nothing answers at the given address
         │   └── StoreUnwritableError      the store refuses to be written
         ├── ClusterStartError       1   a local Ray cluster did not come up
@@ -57,6 +59,8 @@ __all__ = [
     "AmbiguousRunError",
     "RunFinishedError",
     "RunAliveError",
+    "SourceRefusedError",
+    "PickleRefusedError",
     "ClusterUnreachableError",
     "StoreUnwritableError",
     "ClusterStartError",
@@ -137,6 +141,22 @@ class RunAliveError(BadInputError):
 
     template = "run {run} is {state}: its supervisor owns its checkpoints, so {verb} is refused."
     fix = "Wait until it is over, or `relit stop` it first; `relit ckpt pin` works at any time."
+
+
+class SourceRefusedError(BadInputError):
+    """Fields: file, reason."""
+
+    template = "{file} is not imported: {reason}."
+
+
+class PickleRefusedError(SourceRefusedError):
+    """Fields: file, name (of the global that the file asks for)."""
+
+    template = "{file} is not imported: it asks for {name!r}, which only unpickling could give."
+    fix = (
+        "Unpickling may run any code, so relit never does; where you trust the file, load it with "
+        "the program that made it and save its state_dict alone."
+    )
 
 
 class ClusterUnreachableError(BadInputError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from relit.commands import send_command
 from relit.errors import NotFinishedError, RunFinishedError
 from relit.reading import RunReader
-from relit.run_state import LOST, PENDING, TERMINAL
+from relit.run_state import IMPORTED, LOST, OVER, PENDING, TERMINAL
 from relit.spec.secret_guard import Redactor
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ class JobHandle:
             if status["state"] in TERMINAL:
                 return status
             now = time.monotonic()
+            if status["state"] == IMPORTED:
+                raise NotFinishedError(run=self.id, state=IMPORTED, why=status["reason"])
             lost_since = lost_since if status["state"] == LOST else now
             if now - lost_since > _LOST_GRACE_S:
                 raise NotFinishedError(run=self.id, state=LOST, why=status["reason"])
@@ -161,7 +163,7 @@ class JobHandle:
         return self._client.resume(self, spec=spec, overrides=overrides, allow=allow)
 
     def _is_over(self) -> bool:
-        return self.status()["state"] in TERMINAL | {LOST}
+        return self.status()["state"] in OVER
 
     def _raise_if_job_failed(self) -> None:
         """A job that ended while no supervisor ever lived explains itself only in Ray."""

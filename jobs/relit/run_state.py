@@ -4,6 +4,7 @@
     lease in force                             the state in status.json, PENDING before the first,
                                                STOPPING between the last one and result.json
     a job was submitted a moment ago           PENDING
+    nothing was ever submitted                 IMPORTED: a home of checkpoints, for other runs
     otherwise                                  LOST, with the way to go on
 
 A Ray job's own status is never used: a killed driver says nothing about the run (a detached
@@ -19,15 +20,16 @@ from typing import Any
 
 from relit_storage.run.lease import MARGIN_S
 
-PENDING, FINISHING, LOST = "PENDING", "STOPPING", "LOST"
+PENDING, FINISHING, LOST, IMPORTED = "PENDING", "STOPPING", "LOST", "IMPORTED"
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
+OVER = TERMINAL | {LOST, IMPORTED}  # nobody drives it
 START_GRACE_S = 180.0  # from the submit of a job to the supervisor's lease: cluster start, queueing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """The small files that decide. lease_until_s is None without a lease, 0 once released; epoch
-    is the lease's.
+    is the lease's. submitted: there is a specification.
     """
 
     result: Mapping[str, Any] | None = None
@@ -35,6 +37,7 @@ class RunFiles:
     attempt: Mapping[str, Any] | None = None
     lease_until_s: float | None = None
     epoch: int = 0
+    submitted: bool = True
 
 
 def derive_state(files: RunFiles, run_id: str, now: float) -> tuple[str, str]:
@@ -43,6 +46,8 @@ def derive_state(files: RunFiles, run_id: str, now: float) -> tuple[str, str]:
         return str(files.result.get("state", "FAILED")), str(files.result.get("reason") or "")
     if files.lease_until_s is not None and files.lease_until_s + MARGIN_S > now:
         return _live_state(files)
+    if not files.submitted:
+        return IMPORTED, "holds checkpoints that were imported; runs begin with them by `init`"
     submitted_s = float((files.attempt or {}).get("at_s", 0.0))
     if now - submitted_s < START_GRACE_S and submitted_s > (files.lease_until_s or 0.0):
         return PENDING, "submitted; its supervisor has not started yet"

@@ -12,6 +12,7 @@ _TOOLS: dict[str, str] = {
     "verify": "relit.cli.ckpt_looking:verify",
     "diff": "relit.cli.ckpt_looking:diff",
     "export": "relit.cli.ckpt_export:export",
+    "import": "relit.cli.ckpt_import:import_checkpoint",
     "plan": "relit.cli.ckpt_plan:plan",
     "pin": "relit.cli.ckpt_changing:pin",
     "rm": "relit.cli.ckpt_changing:rm",
@@ -19,7 +20,9 @@ _TOOLS: dict[str, str] = {
 }
 
 
-@click.group(cls=LazyGroup, verbs=_TOOLS, short_help="Look at, check and export checkpoints.")
+@click.group(
+    cls=LazyGroup, verbs=_TOOLS, short_help="Look at, check, export and import checkpoints."
+)
 def ckpt() -> None:
     """Work on a run's checkpoints, from its run directory alone: no cluster is needed.
 
