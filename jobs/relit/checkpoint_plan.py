@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relit.checkpoint_costs import DAY_S, Costs
+from relit.checkpoint_costs import Costs
 from relit_platform.machines.cadence import Cadence
+from relit_platform.machines.failure_rates import DAY_S
 from relit_platform.machines.optimum import Loss, Spacing, TierCosts, loss, two_tiers
 from relit_platform.machines.policies import disk_cadence, disk_keep, object_cadence, object_keep
 from relit_platform.run_config import CheckpointConfig
@@ -55,30 +56,54 @@ class Plan:
     best_loss: Loss
 
 
-def make_plan(config: CheckpointConfig, costs: Costs, most_s: float) -> Plan:
-    """The plan of a configuration. most_s: how much training may be lost at once."""
+def make_plan(
+    config: CheckpointConfig,
+    costs: Costs,
+    most_s: float,
+    in_force: Mapping[str, float] | None = None,
+) -> Plan:
+    """The plan of a configuration. most_s: how much training may be lost at once. in_force: seconds
+    by tier, where the run has set its spacing by itself; else `auto` is planned as what is best.
+    """
     value = {name: cost.value for name, cost in costs.items()}
-    spacings = _spacings(config, value["step_s"])
+    best, best_loss = _best(config, value, most_s)
+    chosen = {"disk": best[0].every_s, "object": best[1].every_s, **(in_force or {})}
+    auto = {
+        tier: chosen[tier]
+        for tier, asked in (("disk", config.disk_auto), ("object", config.object_auto))
+        if asked
+    }
+    spacings = _spacings(config, value["step_s"], auto)
     rates, unprotected = _rates(spacings, value)
     priced = {tier: _priced(tier, value, rates[tier]) for tier in TIERS}
     tiers = tuple(_tier(config, tier, spacings[tier], priced[tier], value) for tier in TIERS)
-    wanted, _ = _rates(dict.fromkeys(TIERS, 1.0), value)
-    near, far = (_priced(tier, value, wanted[tier]) for tier in ("disk", "object"))
-    best = two_tiers(near, far, value["step_s"], most_s)
-    best_loss = loss(near, best[0].every_s).plus(loss(far, best[1].every_s))
-    memory = _priced("memory", value, wanted["memory"])
-    best_loss = best_loss.plus(loss(memory, spacings["memory"] or value["step_s"]))
     whole = NOTHING
     for tier in tiers:
         whole = whole.plus(tier.loss)
     return Plan(tiers=tiers, loss=whole, unprotected=unprotected, best=best, best_loss=best_loss)
 
 
-def _spacings(config: CheckpointConfig, step_s: float) -> dict[str, float | None]:
+def _best(
+    config: CheckpointConfig, value: Mapping[str, float], most_s: float
+) -> tuple[tuple[Spacing, Spacing], Loss]:
+    """The spacings of disk and object tier that lose least, and what they lose."""
+    step_s = value["step_s"]
+    memory_s = config.memory_every_steps * step_s or None
+    wanted, _ = _rates({"memory": memory_s, "disk": 1.0, "object": 1.0}, value)
+    near, far = (_priced(tier, value, wanted[tier]) for tier in ("disk", "object"))
+    best = two_tiers(near, far, step_s, most_s)
+    lost = loss(near, best[0].every_s).plus(loss(far, best[1].every_s))
+    memory = _priced("memory", value, wanted["memory"])
+    return best, lost.plus(loss(memory, memory_s)) if memory_s else lost
+
+
+def _spacings(
+    config: CheckpointConfig, step_s: float, auto: Mapping[str, float]
+) -> dict[str, float | None]:
     """Seconds between saves of each tier, once the spacing no longer grows."""
     memory = config.memory_every_steps * step_s or None
-    disk = _spacing(disk_cadence(config), step_s)
-    outward = _spacing(object_cadence(config), step_s)
+    disk = auto.get("disk") or _spacing(disk_cadence(config), step_s)
+    outward = auto.get("object") or _spacing(object_cadence(config), step_s)
     if disk and outward:  # only what is on disk goes on
         outward = math.ceil(outward / disk - 1e-9) * disk
     return {"memory": memory, "disk": disk, "object": outward if disk else None}
@@ -152,8 +177,12 @@ def _cadence_text(config: CheckpointConfig, tier: str) -> str:
     if tier == "memory":
         every = config.memory_every_steps
         return "off" if not every else "every step" if every == 1 else f"every {every} steps"
+    auto = config.disk_auto if tier == "disk" else config.object_auto
     cadence = disk_cadence(config) if tier == "disk" else object_cadence(config)
+    if auto:
+        cadence = Cadence(on_metric=cadence.on_metric)
     parts: Sequence[tuple[Any, str]] = (
+        (auto, f"auto, at least every {config.auto_max_s:g} s"),
         (cadence.first_steps, f"growing from {cadence.first_steps} steps"),
         (cadence.every_steps, f"every {cadence.every_steps} steps"),
         (cadence.every_s, f"every {cadence.every_s:g} s"),

@@ -58,3 +58,11 @@ def committed_line(status: Mapping[str, Any]) -> str:
     committed = status.get("committed") or {}
     tiers = [tier for tier in ("memory", "disk", "object") if committed.get(tier) is not None]
     return ", ".join(f"{tier} {committed[tier]}" for tier in tiers) or "none yet"
+
+
+def spacing_line(status: Mapping[str, Any]) -> str:
+    """`disk every 12.5 s, object every 75 s`: what `auto` has found; "" where it has nothing."""
+    spacing = status.get("spacing") or {}
+    found = [(tier, spacing.get(f"{tier}_every_s")) for tier in ("disk", "object")]
+    parts = [f"{tier} every {s:.3g} s" for tier, s in found if isinstance(s, (int, float)) and s]
+    return ", ".join(parts)

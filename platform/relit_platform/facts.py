@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Tier = Literal["memory", "disk", "object"]
+Tier = Literal["memory", "peer", "disk", "object"]
+Endpoint = tuple[str, int]  # host and port
 Json = Any
 
 
@@ -50,7 +51,8 @@ class FaultReport:
     message: str
     at_s: float
     step: int | None = None
-    refused: dict[str, Json] | None = None  # tier, step, generation, file, reason
+    # tier, step, generation, file, reason; of one shard also rank, of one holder also node
+    refused: dict[str, Json] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +82,9 @@ class JoinRequest:
 class ShardSource:
     """Where one saved rank's shard of a step can be read.
 
-    location is a slot path (memory), a file path (disk) or a store key (object). extras_location
-    is its JSON beside it ("" for memory: the slot holds both, and says how long they are).
+    location is a slot path (memory, peer), a file path (disk) or a store key (object).
+    extras_location is its JSON beside it ("" for a slot, which holds both and says how long they
+    are). endpoint: where the agent of node_id answers those of other nodes; None: nowhere.
     """
 
     rank: int
@@ -94,12 +97,14 @@ class ShardSource:
     checksums: tuple[str, ...]
     extras_bytes: int
     extras_checksum: str
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
     """The newest whole step and where each of its shards lies; world is the world it was saved at.
 
+    tier is the farthest that a shard comes from: each is taken from the nearest that has it.
     refusals says what was passed over and why, newest first: each {tier, step, generation, file,
     reason}.
     """
@@ -175,7 +180,10 @@ JoinReply = Waiting | Assignment | Dismissed | Refused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotInfo:
-    """One COMPLETE slot as an agent sees it in shared memory."""
+    """One COMPLETE slot as an agent sees it in shared memory.
+
+    chunk_bytes to extras_checksum are known of copies of another node's snapshot only.
+    """
 
     path: str
     worker_id: str
@@ -186,6 +194,10 @@ class SlotInfo:
     world: int
     image_bytes: int
     pinned: bool
+    chunk_bytes: int = 0
+    checksums: tuple[str, ...] = ()
+    extras_bytes: int = 0
+    extras_checksum: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +268,8 @@ class NodeInventory:
 
     disk: the ShardPersisted of every shard found on this node's disk; manifests: canonical
     manifest bytes of every step published on it, as (step, generation, bytes).
-    fence: highest generation this node has sealed or served.
+    fence: highest generation this node has sealed or served. peers: copies of snapshots of other
+    nodes' ranks. endpoint: where its agent answers other agents; None: nowhere.
     """
 
     node_id: str
@@ -266,6 +279,8 @@ class NodeInventory:
     fence: int
     refusals: tuple[dict[str, Json], ...] = ()
     disk_root: str = ""  # what `file` of a ShardPersisted is relative to, on this node
+    peers: tuple[SlotInfo, ...] = ()
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +360,9 @@ class RunHistory:
     saved_step: the newest step that was ever committed to disk or object tier. loop: data
     of the newest "loop.begun" event. finished: the data of every "rank.finished" event; only
     those of the epoch that begins count. told: the highest number of a fact in the event log.
-    metrics: the number by which checkpoints are judged, by step, where the run has one.
+    metrics: the number by which checkpoints are judged, by step, where the run has one. failures:
+    closed incidents, by the tier that the state came from. trained_s: the steps of all rows
+    together. spacing: data of the newest "ckpt.respaced" event.
     """
 
     generation: int = 0
@@ -357,3 +374,6 @@ class RunHistory:
     finished: tuple[FinishedRank, ...] = ()
     told: int = 0
     metrics: dict[int, float] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    trained_s: float = 0.0
+    spacing: dict[str, Json] = field(default_factory=dict)

@@ -29,11 +29,20 @@ class CheckpointConfig:
     A tier is due by steps, by seconds, or because a step measured best, whichever comes first; one
     that nothing makes due is off. first_steps: the spacing begins there and grows by `growth` up
     to every_steps. metric: the name under which run.log gets the number that says how good a
-    step is. keep_disk, keep_object: the newest N; besides them the first of each
-    keep_*_every_steps, the best N by the metric, and all of it within keep_*_bytes.
+    step is. *_auto: once the run has shown what its saves cost, the spacing that loses least takes
+    the place of steps and seconds, auto_max_s at the most; expected_mtbf_s: seconds between two
+    failures as far as one can know, 0: as large fleets report. keep_disk, keep_object: the newest
+    N; besides them the first of each keep_*_every_steps, the best N by the metric, and all of it
+    within keep_*_bytes. staging: what only updates change is copied beside the next pass
+    (overlap), at the boundary (sync), or as its size suggests (auto). disk_bytes_per_s: what an
+    agent writes of snapshots at the most, 0: no cap. save_nice: by how much its threads that do
+    step back for training. peer: snapshots are copied to the memory of another node where there is
+    one (auto), or never (off); peer_bytes_per_s: what an agent sends for that at the most, 0: no
+    cap.
     """
 
     memory_every_steps: int = 1
+    staging: Literal["auto", "overlap", "sync"] = "auto"
     disk_every_steps: int = 50
     disk_every_s: float = 0.0
     disk_first_steps: int = 0
@@ -42,6 +51,10 @@ class CheckpointConfig:
     object_every_s: float = 0.0
     object_first_steps: int = 0
     object_on_metric: bool = False
+    disk_auto: bool = False
+    object_auto: bool = False
+    auto_max_s: float = 1800.0
+    expected_mtbf_s: float = 0.0
     growth: float = 2.0
     metric: str = ""
     metric_mode: Literal["min", "max"] = "min"
@@ -56,7 +69,11 @@ class CheckpointConfig:
     shm_dir: str = "/dev/shm"
     disk_dir: str = "/var/tmp/relit"
     memory_budget_bytes: int = 4 << 30
+    peer: Literal["auto", "off"] = "auto"
+    peer_bytes_per_s: int = 0
     chunk_bytes: int = 16 << 20
+    disk_bytes_per_s: int = 0
+    save_nice: int = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +87,25 @@ class RecoveryConfig:
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
     lease_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitConfig:
+    """The step of another run with which this one begins, as long as it has none of its own.
+
+    source is the URL of that run's directory; generation and the manifest's sha256 say which commit
+    of the step it is, so that every rank and every try takes the same. For the rest see
+    relit_platform.worker.initial_state.
+    """
+
+    source: str
+    run_id: str
+    step: int
+    generation: int
+    manifest_sha256: str
+    weights_only: bool = True
+    strict: bool = True
+    rename: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +134,7 @@ class RunConfig:
     scaling: ScalingConfig = ScalingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    init: InitConfig | None = None
     faults: tuple[dict[str, Any], ...] = ()  # drills: see relit_platform.worker.drill
     allow_drift: tuple[str, ...] = ()  # any of "config", "code", "data"
     tags: dict[str, str] = field(default_factory=dict)
@@ -116,6 +153,7 @@ _NESTED = {
     "scaling": ScalingConfig,
     "checkpoint": CheckpointConfig,
     "recovery": RecoveryConfig,
+    "init": InitConfig,
 }
 
 
@@ -124,7 +162,7 @@ def _build(cls: type[RunConfig], data: dict[str, Any]) -> RunConfig:
     values: dict[str, Any] = {}
     for key, value in data.items():
         if key in _NESTED:
-            values[key] = _NESTED[key](**value)
+            values[key] = None if value is None else _NESTED[key](**value)
         elif str(hints.get(key, "")).startswith("tuple"):
             values[key] = tuple(value)
         else:

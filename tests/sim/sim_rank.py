@@ -254,6 +254,16 @@ class SimRank:
             return
         if needed_after >= 0:
             self.shipped = needed_after
+        self._ask_spacing()
+
+    def _ask_spacing(self) -> None:
+        """As Adviser does; here the answer comes at once, or is lost."""
+        try:
+            every_s = self._call("spacing")
+        except ConnectionError:
+            return
+        if every_s:
+            self.pace.advise(every_s)
 
     def finish(self, *, stopped: bool = False) -> None:
         """Tell the manager until it knows; then the process ends its work."""

@@ -212,6 +212,9 @@ def _config(rng: random.Random, workers: int, spares: int, every: int) -> RunCon
             keep_object=rng.randint(1, 3),
             keep_object_every_steps=rng.choice([0, 10]),
             keep_object_bytes=rng.choice([0, 0, 400]),
+            disk_auto=rng.choice([False, False, True]),
+            object_auto=rng.choice([False, False, True]),
+            auto_max_s=rng.choice([1.0, 3.0]),
         ),
         recovery=RecoveryConfig(no_progress=50),
     )

@@ -79,6 +79,7 @@ class SimSupervisor:
     def _history(self) -> RunHistory:
         formed = [f for f in self._known() if f.kind == "generation.formed"]
         lineage = tuple((f.generation, int(f.data["start_step"])) for f in formed)
+        respaced = [f for f in self._known() if f.kind == "ckpt.respaced"]
         return RunHistory(
             generation=max((g for g, _ in lineage), default=0),
             last_row_step=max(self.rows, default=0),
@@ -86,6 +87,7 @@ class SimSupervisor:
             finished=tuple(
                 FinishedRank(**f.data) for f in self._known() if f.kind == "rank.finished"
             ),
+            spacing=next((f.data for f in reversed(respaced)), {}),
         )
 
     def _known(self) -> list[Fact]:

@@ -31,6 +31,11 @@ def test_every_seed_ends_whole(first: int) -> None:
         play(seed)
 
 
+def test_some_runs_find_their_spacing_by_themselves() -> None:
+    kinds = {fact.kind for seed in range(12) for fact in play(seed).supervisor.facts}
+    assert "ckpt.respaced" in kinds
+
+
 def test_a_seed_decides_everything() -> None:
     one, other = play(7), play(7)
     assert list(one.clock.trace) == list(other.clock.trace)

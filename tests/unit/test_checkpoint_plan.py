@@ -53,7 +53,7 @@ def test_a_run_tells_its_costs() -> None:
         "step_s": 0.5, "save_s": 0.25, "disk_s": 0.8, "upload_s": 6.0,
     }  # fmt: skip
     assert (found["state_bytes"], found["restore_s"]) == (2000, 5.0)
-    assert found["disk_share"] == pytest.approx((1 + 0.4) / 4)
+    assert found["disk_share"] == pytest.approx((1 + 0.2) / 3)
     assert found["mtbf_s"] < assumed(0, 2)["mtbf_s"].value
     assert measured([], [], []) == {} == measured(rows(3, set(), 0), [], [])
 
@@ -90,6 +90,34 @@ def test_a_tier_that_is_off_leaves_its_failures_to_the_next(
     assert plan.unprotected == pytest.approx(unprotected / 10_000)
     served = sum(t.loss.restarts for t in plan.tiers) / COSTS["restore_s"].value
     assert served + plan.unprotected == pytest.approx(1 / 10_000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_force", "spacings"),
+    [
+        ({"disk_auto": True}, {}, ("best", 200)),
+        ({"disk_auto": True, "object_auto": True}, {}, ("best", "best")),
+        ({"disk_auto": True, "object_auto": True}, {"disk": 7.0, "object": 20.0}, (7, 21)),
+        ({}, {"disk": 7.0}, (50, 200)),  # set in an earlier life, before a resume with other fields
+    ],
+)
+def test_auto_is_planned_as_what_is_in_force_or_as_what_is_best(
+    fields: dict[str, Any], in_force: dict[str, float], spacings: tuple[Any, Any]
+) -> None:
+    plan = make_plan(CheckpointConfig(**fields), COSTS, 3600.0, in_force)
+    for tier, best, wanted in zip(plan.tiers[1:], plan.best, spacings, strict=True):
+        every_s = best.every_s if wanted == "best" else wanted
+        assert tier.every_s is not None and plan.tiers[1].every_s is not None
+        assert every_s * 0.999 <= tier.every_s <= every_s + plan.tiers[1].every_s
+        assert ("auto" in tier.cadence) == bool(fields.get(f"{tier.tier}_auto"))
+
+
+def test_failures_that_the_specification_expects_are_the_prior() -> None:
+    expected = assumed(1e9, 4, 1000.0)
+    assert expected["mtbf_s"] == Cost(1000.0, "assumed")
+    incidents: list[dict[str, Any]] = [{"downtime_s": 1.0}]
+    found = measured(rows(40, set(), 0.0), [], incidents, 1000.0)
+    assert found["mtbf_s"] == pytest.approx((1000.0 + 39 * 0.5) / 2)
 
 
 def test_what_is_kept_for_ever_grows_and_a_cap_may_be_too_small() -> None:

@@ -69,12 +69,16 @@ def test_a_run_s_life_with_its_exit_codes(shell: Shell) -> None:
     run = shell.submit("--run-id", "r1")
     assert (run, shell.run("result", run)[0]) == ("r1", 101)
     driver = shell.driver(run)
-    driver.status(state="RUNNING", step=5, total_steps=10, loss=0.5, committed={"disk": 4})
+    spacing = {"disk_every_s": 12.0, "reason": "a save costs 0.2 s"}
+    driver.status(
+        state="RUNNING", step=5, total_steps=10, loss=0.5, committed={"disk": 4}, spacing=spacing
+    )
     driver.event("generation.formed", time.time(), generation=1)
     code, out, _ = shell.run("status", "r")
     assert code == 0
     assert "r1 RUNNING at step 5/10, loss 0.5000" in out
     assert "disk 4" in out
+    assert "disk every 12 s" in out and "a save costs 0.2 s" in out
     assert "generation.formed" in shell.run("events", run)[1]
     assert shell.run("stop", run, "--no-wait")[0] == 0
     assert shell.run("stop", run, "--timeout", "0.1")[0] == 101
@@ -213,11 +217,13 @@ def test_picture_shows_what_matters() -> None:
     status = {
         "state": "RUNNING", "run_id": "r", "step": 5, "total_steps": 10, "loss": 0.5, "world": 2,
         "tokens_per_s": 12345.0, "committed": {"memory": 5}, "last_incident": "Incident 1: gone.",
+        "spacing": {"disk_every_s": 30.0},
     }  # fmt: skip
     console.print(picture(status))
     text = console.export_text()
     for word in ("RUNNING", "5/10", "0.5000", "12,345", "memory 5", "Incident 1: gone."):
         assert word in text
+    assert "disk every 30 s" in text
     assert "\nstep" in text  # the bar has a line of its own
 
 
@@ -253,7 +259,8 @@ def test_every_verb_answers_json() -> None:
 
 
 HOSTILE = {
-    "status.json": '{"state":"SUCCEEDED","step":"x","committed":[1],"workers":[1],"epoch":"e"}',
+    "status.json": '{"state":"SUCCEEDED","step":"x","committed":[1],"workers":[1],"epoch":"e",'
+    '"spacing":[1]}',
     "result.json": "{}",
     "attempts/000001.json": '{"at_s":null}',
     "config.resolved.json": "{}",

@@ -45,6 +45,9 @@ def test_two_tiers_of_a_large_run() -> None:
         (COSTS, 200.0, 1e5, 200.0, "a step"),
         (COSTS, 1.0, 60.0, 60.0, "at once"),
         (replace(COSTS, rate=0.0), 1.0, 900.0, 900.0, "no failure"),
+        (replace(COSTS, durable_s=500.0), 1.0, 60.0, 500.0, "until it counts"),  # cannot be less
+        (replace(COSTS, save_s=30.0, rate=1 / 300), 1.0, 900.0, 900.0, "at once"),
+        (COSTS, 90.0, 60.0, 90.0, "a step"),
     ],
 )
 def test_clamped_and_said_why(
@@ -53,6 +56,23 @@ def test_clamped_and_said_why(
     found = optimum(costs, step_s, most_s)
     assert found.every_s == every_s and words in found.reason
     assert found.every_steps == max(1, round(every_s / step_s))
+
+
+@pytest.mark.parametrize(
+    ("far", "most_s", "times"),
+    [
+        (replace(COSTS, save_s=40.0), 900.0, 8),  # 9 would be nearer to its own optimum
+        (replace(COSTS, durable_s=250.0, rate=1.0), 1e5, 3),  # two of them are too short
+        (replace(COSTS, rate=1.0), 1e5, 1),
+    ],
+)
+def test_the_far_tier_takes_whole_spacings_of_the_near_one_within_its_bounds(
+    far: TierCosts, most_s: float, times: int
+) -> None:
+    first, second = two_tiers(COSTS, far, step_s=1.0, most_s=most_s)
+    assert first.every_s == pytest.approx(105, abs=1)
+    assert second.every_s == pytest.approx(times * first.every_s)
+    assert second.every_steps == times * first.every_steps
 
 
 @settings(max_examples=100, deadline=None)

@@ -163,11 +163,68 @@ def test_a_measurement_survives_a_step_that_was_broken_and_a_restart() -> None:
     assert group.ranks[0].saved == group.ranks[1].saved == [(3, 3)], "0.45 is no better than 0.4"
 
 
-@pytest.mark.parametrize("marks", [None, 3, {"at_s": "x", "best": []}, {"at_s": float("nan")}])
+def test_auto_begins_as_configured_and_goes_on_as_advised() -> None:
+    group = Group(disk_auto=True, disk_every_steps=3)
+    for _ in range(6):
+        group.step()
+    assert group.saved(0) == group.saved(1) == [3, 6]
+    group.ranks[0].pace.advise(5.0)
+    for _ in range(11):
+        group.step()
+    assert group.saved(0) == group.saved(1) == [3, 6, 11, 16]
+
+
+def test_auto_alone_saves_first_after_its_bound() -> None:
+    group = Group(disk_auto=True, auto_max_s=4.0)
+    for _ in range(10):
+        group.step()
+    assert group.saved(0) == group.saved(1) == [5, 9]
+
+
+def test_an_advised_spacing_is_part_of_the_state() -> None:
+    group = Group(disk_auto=True, disk_every_steps=3)
+    group.ranks[0].pace.advise(4.0)
+    group.step()
+    group.step(broken=(0, 1))  # nobody completed it
+    group.step(dead=(0,))  # and with rank 0 goes what it was told
+    for _ in range(9):
+        group.step()
+    assert group.ranks[0].pace.marks()["every_s"] == 4.0
+    # By the new one's clock, which is 5 s behind: the 4 s begin anew with step 3.
+    assert group.saved(0) == group.saved(1) == [7, 11]
+
+
+def test_a_spare_that_was_rank_0_once_forgets_what_it_was_told() -> None:
+    group = Group(disk_auto=True)
+    pace = group.ranks[0].pace
+    pace.advise(4.0)
+    assert pace.votes(0)[3] == 4.0 and pace.votes(1)[3] == 0.0
+    assert pace.votes(0)[3] == 0.0
+
+
+@pytest.mark.parametrize("advice", [float("nan"), float("inf")])
+def test_advice_that_is_no_number_is_none(advice: float) -> None:
+    pace = Pace(CheckpointConfig(disk_auto=True))
+    pace.advise(advice)
+    assert pace.votes(0)[3] == 0.0
+
+
+def test_advice_to_a_run_that_asked_for_none_changes_nothing() -> None:
+    group = Group(disk_every_s=4.0)
+    group.ranks[0].pace.advise(1.0)
+    for _ in range(10):
+        group.step()
+    assert group.saved(0) == group.saved(1) == [5, 9]
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [None, 3, {"at_s": "x", "best": [], "every_s": {}}, {"at_s": float("nan"), "every_s": -2.0}],
+)
 def test_marks_that_nobody_can_read_begin_anew(marks: Any) -> None:
     pace = Pace(CheckpointConfig(disk_every_s=1.0))
     pace.adopt(marks, {})
-    assert pace.marks() == {"at_s": 0.0, "best": None}
+    assert pace.marks() == {"at_s": 0.0, "best": None, "every_s": 0.0}
 
 
 faults = st.lists(
@@ -176,6 +233,7 @@ faults = st.lists(
         st.sampled_from([0.5, 1.0, 5.0]),
         st.sampled_from([(), (), (), (), (0,), (1,), (2,), (0, 2), (0, 1, 2)]),
         st.sampled_from([(), (), (), (0,), (1,), (0, 2)]),
+        st.sampled_from([0.0, 0.0, 3.0, 8.0]),
     ),
     max_size=40,
 )
@@ -184,18 +242,21 @@ faults = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(
     events=faults, every_s=st.sampled_from([0.0, 2.0, 6.0]), every=st.sampled_from([0, 4]),
-    by_metric=st.booleans(), skews=st.tuples(*[st.floats(-1e4, 1e4)] * 3),
+    by_metric=st.booleans(), auto=st.booleans(), skews=st.tuples(*[st.floats(-1e4, 1e4)] * 3),
 )  # fmt: skip
 def test_what_all_completed_is_saved_by_all_or_by_none(
-    events: list[Any], every_s: float, every: int, by_metric: bool, skews: tuple[float, ...]
-) -> None:
+    events: list[Any], every_s: float, every: int, by_metric: bool, auto: bool,
+    skews: tuple[float, ...],
+) -> None:  # fmt: skip
     group = Group(
         skews=skews, disk_every_s=every_s, disk_every_steps=every, disk_on_metric=by_metric,
-        metric="val",
+        metric="val", disk_auto=auto,
     )  # fmt: skip
     everyone: list[Rank] = list(group.ranks)
     members: dict[int, list[Rank]] = {1: list(group.ranks)}
-    for logged, step_s, broken, dead in events:
+    for logged, step_s, broken, dead, advice in events:
+        if advice:
+            group.ranks[0].pace.advise(advice)
         group.step(logged, step_s=step_s, broken=broken, dead=dead)
         members.setdefault(group.generation, list(group.ranks))
         everyone += [rank for rank in group.ranks if rank not in everyone]

@@ -13,7 +13,7 @@ from relit.client import Client
 from relit.handle import JobHandle
 from relit.reading import RunReader
 from relit.run_state import START_GRACE_S, RunFiles, derive_state
-from relit.wording import committed_line, event_line, state_line
+from relit.wording import committed_line, event_line, spacing_line, state_line
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.run import layout
 from relit_storage.run.lease import MARGIN_S
@@ -34,6 +34,9 @@ STATES: list[tuple[str, RunFiles, str]] = [
     ("result is due", RunFiles(status=ENDED, epoch=1, lease_until_s=LIVE), "STOPPING"),
     ("within the margin", RunFiles(status={"state": "RUNNING"}, lease_until_s=NOW - 1), "RUNNING"),
     ("just submitted", RunFiles(attempt=JUST), "PENDING"),
+    ("nothing submitted", RunFiles(submitted=False), "IMPORTED"),
+    ("being imported", RunFiles(submitted=False, lease_until_s=LIVE), "PENDING"),
+    ("imported", RunFiles(submitted=False, lease_until_s=0.0), "IMPORTED"),
     ("just resumed", RunFiles(attempt=JUST, lease_until_s=0.0), "PENDING"),
     ("resumed after a loss", RunFiles(attempt=JUST, lease_until_s=GONE), "PENDING"),
     ("never started", RunFiles(attempt=OLD), "LOST"),
@@ -151,6 +154,19 @@ def test_state_and_commit_lines() -> None:
     assert state_line(status) == "r RUNNING at step 5/9, loss 1.5000"
     assert committed_line({"committed": {"disk": 4, "memory": 5}}) == "memory 5, disk 4"
     assert committed_line({"committed": {"disk": None}}) == "none yet"
+
+
+@pytest.mark.parametrize(
+    ("spacing", "line"),
+    [
+        (None, ""),
+        ({"reason": "x"}, ""),
+        ({"disk_every_s": 12.456, "object_every_s": 75}, "disk every 12.5 s, object every 75 s"),
+        ({"disk_every_s": "soon", "object_every_s": 75.0}, "object every 75 s"),
+    ],
+)
+def test_the_spacing_that_a_run_has_set_by_itself(spacing: Any, line: str) -> None:
+    assert spacing_line({"spacing": spacing}) == line
 
 
 def test_a_result_that_came_while_we_looked_is_no_loss(

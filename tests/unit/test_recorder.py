@@ -28,6 +28,7 @@ class Link:
         self.folder = folder
         self.batches: list[RowBatch] = []
         self.written: int | None = 0
+        self.spacing_s = 0.0
         self.slots: list[str] = []
         self.calls: list[tuple[Any, ...]] = []
 
@@ -42,6 +43,8 @@ class Link:
 
     def send(self, method: str, *args: Any) -> Any:
         self.calls.append((method, *args))
+        if method == "spacing":
+            return self.spacing_s
         if method == "rows":
             self.batches.append(args[0])
         return self.written
@@ -103,7 +106,7 @@ class Bench:
 
     def persists(self) -> list[tuple[int, int]]:
         """(step, generation) that the agent was asked to persist."""
-        return [call[3:] for call in self.link.calls if call[0] == "persist"]
+        return [call[3:5] for call in self.link.calls if call[0] == "persist"]
 
     def extras(self) -> Any:
         """What lies beside the newest snapshot."""
@@ -232,3 +235,25 @@ def test_a_newcomer_has_a_snapshot_before_its_first_step(
     assert len(bench.link.slots) == slots
     if slots:
         assert bench.extras()["step"] == step and bench.extras()["generation"] == 2
+
+
+def test_rank_0_votes_for_the_spacing_that_the_manager_advises(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, disk_auto=True)
+    bench.link.spacing_s = 4.0
+    bench.complete(2)  # asked after the first, heard after the second, voted for with the third
+    assert bench.extras()["cadence"]["every_s"] == 0.0
+    bench.complete()
+    assert bench.extras()["cadence"]["every_s"] == 4.0
+    bench.recorder.close()
+
+
+def test_without_auto_nobody_is_asked(bench: Bench) -> None:
+    bench.complete(3)
+    assert "spacing" not in [call[0] for call in bench.link.calls]
+
+
+def test_the_agent_is_told_which_save_is_the_last(bench: Bench) -> None:
+    bench.complete(2)
+    bench.recorder.save_last(bench.member, {"step": 2})
+    asked = next(call for call in bench.link.calls if call[0] == "persist")
+    assert asked[3:] == (2, 1, True)

@@ -60,6 +60,23 @@ def test_a_shard_reads_back(shard: tuple[str, ShardRef]) -> None:
     assert os.listdir(os.path.dirname(path)) == ["a.safetensors"]
 
 
+def test_some_chunks_are_read_and_the_rest_is_left_alone(shard: tuple[str, ShardRef]) -> None:
+    path, ref = shard
+    dest = bytearray(len(DATA))
+    read_shard_into(path, ref, memoryview(dest), [2])
+    assert dest == bytes(2 * CHUNK) + DATA[2 * CHUNK :]
+    raw = bytearray(DATA)
+    raw[0] ^= 1
+    Path(path).write_bytes(raw)
+    read_shard_into(path, ref, memoryview(dest), [1])
+    assert dest == bytes(CHUNK) + DATA[CHUNK:]
+    with pytest.raises(CorruptShardError, match="chunk 0"):
+        read_shard_into(path, ref, memoryview(dest), [0])
+    Path(path).write_bytes(DATA[:-1])
+    with pytest.raises(CorruptShardError, match="expected"):
+        read_shard_into(path, ref, memoryview(dest), [])
+
+
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1])
 def test_sizes_around_a_chunk(tmp_path: Path, size: int) -> None:
     path = str(tmp_path / "a")
@@ -173,3 +190,15 @@ def test_directories_are_private_and_repeatable(tmp_path: Path) -> None:
 
 def test_checksum_is_xxh3_128() -> None:
     assert checksum(b"") == "99aa06d3014798d86001c324468d497f"
+
+
+def test_who_holds_a_shard_back_is_asked_before_each_chunk(tmp_path: Path) -> None:
+    path, asked = tmp_path / "a", list[int]()
+
+    def pace(num_bytes: int) -> None:
+        assert not path.exists()
+        asked.append(num_bytes)
+
+    write_shard(str(path), memoryview(DATA), CHUNK, pace)
+    assert sum(asked) == len(DATA) and asked[0] == CHUNK and len(asked) == 3
+    assert path.read_bytes() == DATA

@@ -35,6 +35,13 @@ WRONG = [
         {**BASE, "checkpoint": {"disk_first_steps": 60}},
         ["disk_first_steps is 60", "disk_every_steps, 50", "raise the other"],
     ),
+    (
+        {**BASE, "checkpoint": {"object_auto": True, "object_first_steps": 5}},
+        ["object_auto and object_first_steps", "leave out the one"],
+    ),
+    ({**BASE, "checkpoint": {"auto_max_s": 0}}, ["checkpoint.auto_max_s", "got 0"]),
+    ({**BASE, "checkpoint": {"save_nice": 20}}, ["checkpoint.save_nice", "got 20"]),
+    ({**BASE, "checkpoint": {"disk_bytes_per_s": -1}}, ["checkpoint.disk_bytes_per_s"]),
     ({**BASE, "recovery": {"on_rank_loss": "shrnk"}}, ["recovery.on_rank_loss", "'shrnk'"]),
     ({**BASE, "recovery": {"on_rank_loss": "spare"}}, ["scaling.spares is 0"]),
     ({**BASE, "entry": "train.py"}, ["entry", "'train.py'", "package.module:function"]),

@@ -48,16 +48,16 @@ def _given_options(command: Any) -> Any:
 @click.option(
     "--rpo-s",
     type=click.FloatRange(min=1e-9),
-    default=3600.0,
+    default=None,
     metavar="X",
-    help="Seconds of training that may be lost at once, at the most; default 3600.",
+    help="Seconds of training that may be lost at once, at the most; default: auto_max_s.",
 )
 @store_option
 @json_option
 def plan(
     what: str,
     overrides: tuple[str, ...],
-    rpo_s: float,
+    rpo_s: float | None,
     store: str | None,
     out: Output,
     **given: float | None,
@@ -66,7 +66,8 @@ def plan(
     loss, and name the spacing that loses least.
 
     Costs are given by options, else measured from the run's directory, else assumed; each is shown
-    with its origin. For a run the steps that would be kept now are listed with the reason.
+    with its origin. For a run the steps that would be kept now are listed with the reason, and a
+    spacing that it has set by itself is the one that is in force.
 
     COUNTS: seconds until a save is committed. AT RISK: training that a failure of the tier's kind
     costs, on average. SAVING: share of the time that the loop spends on it.
@@ -78,11 +79,14 @@ def plan(
 
         spec = files.load(what, overrides)
         config, reader, ranks = _plain(spec.checkpoint.model_dump()), None, spec.scaling.workers
+        in_force: dict[str, float] = {}
     else:
         reader = find_run(what, store).reader
         config, ranks = _of_run(reader, overrides)
-    costs = _costs(reader, ranks, {n: v for n, v in given.items() if v is not None})
-    found = make_plan(config, costs, rpo_s)
+        in_force = _in_force(reader)
+    given_s = {n: v for n, v in given.items() if v is not None}
+    costs = _costs(reader, ranks, config, given_s)
+    found = make_plan(config, costs, rpo_s or config.auto_max_s, in_force)
     kept = _kept_now(reader, config) if reader else {}
     out.data(_as_json(found, costs, kept))
     if not out.as_json:
@@ -109,13 +113,25 @@ def _of_run(reader: RunReader, overrides: tuple[str, ...]) -> tuple[CheckpointCo
     return _plain(spec.checkpoint.model_dump()), config.scaling.workers
 
 
-def _costs(reader: RunReader | None, ranks: int, given: dict[str, float]) -> dict[str, Cost]:
+def _in_force(reader: RunReader) -> dict[str, float]:
+    """Seconds by tier that the run has set by itself."""
+    spacing = reader.status().get("spacing") or {}
+    found = {tier: _number(spacing.get(f"{tier}_every_s")) for tier in ("disk", "object")}
+    return {tier: seconds for tier, seconds in found.items() if seconds}
+
+
+def _costs(
+    reader: RunReader | None, ranks: int, config: CheckpointConfig, given: dict[str, float]
+) -> dict[str, Cost]:
     from relit.checkpoint_costs import Cost, assumed, measured
 
-    seen = measured(reader.rows(), reader.events(), reader.incidents()) if reader else {}
+    expected_s = config.expected_mtbf_s
+    seen: dict[str, float] = {}
+    if reader is not None:
+        seen = measured(reader.rows(), reader.events(), reader.incidents(), expected_s)
     size = given.get("state_bytes") or seen.get("state_bytes") or _LIKELY_BYTES
     return {
-        **assumed(size, ranks),
+        **assumed(size, ranks, expected_s),
         **{name: Cost(value, "measured") for name, value in seen.items()},
         **{name: Cost(value, "given") for name, value in given.items()},
     }

@@ -53,7 +53,7 @@ def _age(seconds: float) -> str:
 @json_option
 def status(run: str, store: str | None, out: Output) -> None:
     """Show a run's state, step, loss, ranks and newest commit of each tier."""
-    from relit.wording import committed_line, state_line
+    from relit.wording import committed_line, spacing_line, state_line
 
     job = find_run(run, store)
     found = job.status()
@@ -62,6 +62,9 @@ def status(run: str, store: str | None, out: Output) -> None:
         return
     out.say(state_line(found))
     out.say(f"  committed   {committed_line(found)}")
+    if spacing := spacing_line(found):
+        out.say(f"  spacing     {spacing}")
+        out.say(f"              {found['spacing'].get('reason') or ''}")
     for label, name in (("world", "world"), ("generation", "generation"), ("epoch", "epoch")):
         if found.get(name) is not None:
             out.say(f"  {label:<11} {found[name]}")

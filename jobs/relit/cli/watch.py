@@ -85,7 +85,7 @@ def picture(status: Mapping[str, Any]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from relit.wording import committed_line
+    from relit.wording import committed_line, spacing_line
 
     state = str(status["state"])
     head = Text.assemble((f" {state} ", f"reverse {_STYLES.get(state, 'red')}"))
@@ -98,6 +98,8 @@ def picture(status: Mapping[str, Any]) -> RenderableType:
         if isinstance(status.get(name), (int, float)):
             facts.add_row(label, format(status[name], form))
     facts.add_row("committed", committed_line(status))
+    if spacing := spacing_line(status):
+        facts.add_row("spacing", spacing)
     if status.get("last_incident"):
         facts.add_row("incident", str(status["last_incident"]))
     return Group(head, Padding(bar), facts)  # a bar alone does not end its line

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    StrictInt,
     StringConstraints,
     ValidationError,
     field_validator,
@@ -25,10 +26,12 @@ from pydantic import (
 from relit.errors import SpecError
 from relit.spec import secret_guard
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 _ENTRY = re.compile(r"^(?P<where>[^:]+):(?P<function>[A-Za-z_]\w*)$")
 _BY_METRIC = ("disk_on_metric", "object_on_metric", "keep_disk_best", "keep_object_best")
 _RESERVED_EXPERIMENTS = {"index"}
+_MIN_PEER_BYTES_PER_S = 64 << 10
 
 
 class SpecPart(BaseModel):
@@ -40,9 +43,10 @@ class SpecPart(BaseModel):
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
+            known = [field.alias or name for name, field in cls.model_fields.items()]
             for key in data:
-                if key not in cls.model_fields:
-                    raise ValueError(_unknown_key(str(key), list(cls.model_fields)))
+                if key not in known:
+                    raise ValueError(_unknown_key(str(key), known))
         return data
 
 
@@ -68,11 +72,20 @@ class Checkpoint(SpecPart):
     A tier is due at multiples of *_every_steps, *_every_s seconds after its last save, or because
     the step measured best (*_on_metric), whichever comes first; without any of them it is off.
     *_first_steps: the spacing begins there and grows by `growth` up to *_every_steps. metric is
-    the name under which run.log gets a step's number. Kept are the newest keep_*, the first step
-    of each keep_*_every_steps, and the best keep_*_best, all within keep_*_bytes.
+    the name under which run.log gets a step's number. *_auto: once the run has shown what its saves
+    cost, the spacing that loses least takes the place of steps and seconds, auto_max_s at the most;
+    expected_mtbf_s are the seconds between two failures, 0: as large fleets report. Kept are the
+    newest keep_*, the first step of each keep_*_every_steps, and the best keep_*_best, all within
+    keep_*_bytes. staging: parameters and optimizer state are copied into memory beside the next
+    pass (overlap), before it (sync), or beside it if they are large (auto). disk_bytes_per_s: what
+    a node writes of snapshots at the most (0: no cap; the last save of all ignores it). save_nice:
+    by how many steps the threads that save and upload step back for training. peer: snapshots are
+    copied to the memory of another node where there is one (auto) or never (off), at
+    peer_bytes_per_s at the most (0: no cap).
     """
 
     memory_every_steps: int = Field(default=1, ge=0)
+    staging: Literal["auto", "overlap", "sync"] = "auto"
     disk_every_steps: int = Field(default=50, ge=0)
     disk_every_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     disk_first_steps: int = Field(default=0, ge=0)
@@ -81,6 +94,10 @@ class Checkpoint(SpecPart):
     object_every_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     object_first_steps: int = Field(default=0, ge=0)
     object_on_metric: bool = False
+    disk_auto: bool = False
+    object_auto: bool = False
+    auto_max_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    expected_mtbf_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     growth: float = Field(default=2.0, gt=1, le=1000)
     metric: str = ""
     metric_mode: Literal["min", "max"] = "min"
@@ -95,10 +112,19 @@ class Checkpoint(SpecPart):
     shm_dir: str = "/dev/shm"
     disk_dir: str = "/var/tmp/relit"
     memory_budget_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    peer: Literal["auto", "off"] = "auto"
+    peer_bytes_per_s: int = Field(default=0, ge=0)
     chunk_bytes: int = Field(default=16 << 20, ge=4096)
+    disk_bytes_per_s: int = Field(default=0, ge=0)
+    save_nice: int = Field(default=5, ge=0, le=19)
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
+        if 0 < self.peer_bytes_per_s < _MIN_PEER_BYTES_PER_S:
+            raise ValueError(
+                f"peer_bytes_per_s is {self.peer_bytes_per_s}, below {_MIN_PEER_BYTES_PER_S}, with "
+                "which no chunk arrives in time; raise it, or set peer to 'off'"
+            )
         judged = [name for name in _BY_METRIC if getattr(self, name)]
         if judged and not self.metric:
             raise ValueError(
@@ -119,6 +145,11 @@ class Checkpoint(SpecPart):
                     f"{tier}_first_steps is {first}, above {tier}_every_steps, {every}, up to "
                     f"which the spacing grows; lower the one or raise the other"
                 )
+            if first and getattr(self, f"{tier}_auto"):
+                raise ValueError(
+                    f"{tier}_auto and {tier}_first_steps are set, and each of them says how the "
+                    "spacing changes; leave out the one or the other"
+                )
         return self
 
 
@@ -132,6 +163,25 @@ class Recovery(SpecPart):
     backoff_s: float = Field(default=0.5, ge=0)
     backoff_max_s: float = Field(default=30.0, ge=0)
     lease_s: float = Field(default=15.0, ge=1, le=3600)
+
+
+class Init(SpecPart):
+    """A checkpoint of another run that this one begins with, as long as it has none of its own.
+
+    from is a run id of the same store, or a run directory: a path or a URL. step is a number,
+    "newest", or the reason with which `relit ckpt pin` has kept one. weights_only: take what is
+    registered and has a flat dictionary of tensors as its state, as a module has; else all of it,
+    the optimizer's state, too. Steps are counted from 0 either way. strict: both sides must have
+    the same names. rename gives beginnings of saved names, up to a dot, the names registered here.
+    """
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    source: str = Field(alias="from", min_length=1)
+    step: Annotated[StrictInt, Field(ge=0)] | Annotated[str, Field(min_length=1)] = "newest"
+    weights_only: bool = True
+    strict: bool = True
+    rename: dict[str, str] = Field(default_factory=dict)
 
 
 class Environment(SpecPart):
@@ -152,7 +202,8 @@ class JobSpec(SpecPart):
     """One training job. `entry` is "package.module:function" or "path/to/file.py:function".
 
     run_id makes a submit repeatable: the same id and specification is the same run. Left out, a
-    new one is chosen at submit. config is handed to the function as a plain dict.
+    new one is chosen at submit. config is handed to the function as a plain dict. init is a
+    checkpoint to begin with.
     """
 
     schema_version: Literal[1] = 1
@@ -165,6 +216,7 @@ class JobSpec(SpecPart):
     store: str = "~/.relit/store"
     checkpoint: Checkpoint = Checkpoint()
     recovery: Recovery = Recovery()
+    init: Init | None = None
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     env: Environment = Environment()
     owner: str = ""

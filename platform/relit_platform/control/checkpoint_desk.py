@@ -39,7 +39,7 @@ from relit_platform.machines.checkpoint_state import (
 )
 from relit_platform.machines.lineage import Lineage
 from relit_platform.machines.policies import disk_keep, object_cadence, object_keep
-from relit_platform.run_config import RunConfig
+from relit_platform.run_config import CheckpointConfig, RunConfig
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.errors import (
     CommitConflictError,
@@ -74,6 +74,7 @@ class CheckpointDesk:
         clock: Callable[[], float],
     ) -> None:
         limits = Limits(
+            persist_deadline_s=_persist_deadline_s(config.checkpoint),
             object=object_cadence(config.checkpoint),
             keep_disk=disk_keep(config.checkpoint),
             keep_object=object_keep(config.checkpoint),
@@ -138,6 +139,14 @@ class CheckpointDesk:
         """How good steps are, by their number, as metric rows say it."""
         for step, value in values:
             self.feed(Measured(step=step, value=value))
+
+    def space_object(self, every_s: float) -> None:
+        """From now on so many seconds lie between two steps that go on to the object tier; what a
+        metric asks for goes besides.
+        """
+        limits = self.book.limits
+        cadence = replace(limits.object, every_steps=0, first_steps=0, every_s=every_s)
+        self.book = replace(self.book, limits=replace(limits, object=cadence))
 
     def know_manifest(self, key: Key, manifest: bytes) -> None:
         """Remember the bytes that are published already: the object tier gets the same."""
@@ -274,6 +283,13 @@ class CheckpointDesk:
                     data=data,
                 )
             )
+
+
+def _persist_deadline_s(config: CheckpointConfig) -> float:
+    """A node that may write only so fast has as much longer as all that it may hold takes."""
+    capped = config.disk_bytes_per_s
+    more_s = config.memory_budget_bytes / capped if capped else 0.0
+    return Limits().persist_deadline_s + more_s
 
 
 def _same_shards(raw: bytes, checkpoint: Checkpoint) -> bool:

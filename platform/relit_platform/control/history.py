@@ -10,6 +10,8 @@ from typing import Any
 
 from relit_platform.control.row_book import metric_values
 from relit_platform.facts import FinishedRank, RunHistory
+from relit_platform.machines.failure_rates import kind_of
+from relit_platform.machines.save_costs import Ended, ends_of, steps_of
 from relit_storage.errors import ObjectMissingError
 from relit_storage.run import layout
 from relit_storage.run.event_log import read_rows
@@ -23,7 +25,9 @@ class History:
     acked: keys of commands that were obeyed already, in this life or an earlier one. agents: pid
     of the newest agent of each node. loop: how long the run is and what it reads. state: the
     run's, by its last supervisor. told: number of the manager's newest fact that was written.
-    metrics: by step, the number by which checkpoints are judged.
+    metrics: by step, the number by which checkpoints are judged. failures: closed incidents, by the
+    tier that the state came from in the end, formed_tier. trained_s: the steps of all rows
+    together, up to last_end. spacing: what `auto` found last.
     """
 
     started_at_s: float = 0.0
@@ -39,6 +43,11 @@ class History:
     loop: dict[str, Any] = field(default_factory=dict)
     finished: list[FinishedRank] = field(default_factory=list)
     metrics: dict[int, float] = field(default_factory=dict)
+    formed_tier: str = ""
+    failures: dict[str, int] = field(default_factory=dict)
+    trained_s: float = 0.0
+    last_end: tuple[Ended, ...] = ()
+    spacing: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -54,6 +63,8 @@ class History:
         rows = read_rows(store)
         history.last_row_step = int(rows[-1]["step"]) if rows else 0
         history.metrics = dict(metric_values(rows, metric))
+        for row in rows:
+            history.add_row(row)
         history.started_at_s = _submitted_at(store)
         return history
 
@@ -65,11 +76,14 @@ class History:
         if kind == "generation.formed":
             generation = int(event.get("gen") or data.get("generation") or 0)
             self.generation = max(self.generation, generation)
+            self.formed_tier = str(data.get("tier") or "")
             start = data.get("start_step", data.get("step", event.get("step")))
             if start is not None and generation not in [g for g, _ in self.lineage]:
                 self.lineage.append((generation, int(start)))
         elif kind == "incident.closed":
             self.recoveries += 1
+            kind_of_it = kind_of(self.formed_tier)
+            self.failures[kind_of_it] = self.failures.get(kind_of_it, 0) + 1
         elif kind == "run.state":
             self.state = str(data.get("state") or "")
         elif kind == "control.acked":
@@ -80,8 +94,17 @@ class History:
             self.finished.append(FinishedRank(**data))
         elif kind == "ckpt.committed":
             self.saved_step = max(self.saved_step, int(event.get("step") or 0))
+        elif kind == "ckpt.respaced":
+            self.spacing = dict(data)
         elif kind == "agent.started":
             self.agents[str(data.get("node_id"))] = int(data.get("pid") or 0)
+
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Fold one metric row in; one that comes again adds nothing."""
+        ends = tuple(ends_of([row]))
+        if not self.last_end or ends[0].step > self.last_end[0].step:
+            self.trained_s += sum(step.seconds for step in steps_of([*self.last_end, *ends]))
+            self.last_end = ends
 
     def for_manager(self) -> RunHistory:
         """The part that the manager needs to begin an epoch."""
@@ -95,6 +118,9 @@ class History:
             saved_step=self.saved_step,
             told=self.told,
             metrics=self.metrics,
+            failures=dict(self.failures),
+            trained_s=self.trained_s,
+            spacing=self.spacing,
         )
 
 

@@ -16,11 +16,15 @@ from relit_platform.machines.lineage import Lineage
 
 
 class Journal:
-    """completed_step is the newest step that any generation has completed, rolled back or not."""
+    """completed_step is the newest step that any generation has completed, rolled back or not.
+
+    heard: called with each fact of the manager's own, as it is said.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.outbox = Outbox(clock())
+        self.heard: Callable[[Fact], None] = lambda fact: None
         self.rows = RowBook()
         self.completed_step = 0
         self.members: list[dict[str, Any]] = []
@@ -43,17 +47,17 @@ class Journal:
         at_s: float | None = None,
     ) -> None:
         """One fact of the manager's own."""
-        self.outbox.add(
-            Fact(
-                kind=kind,
-                at_s=self._clock() if at_s is None else at_s,
-                src="manager",
-                generation=generation,
-                step=step,
-                level=level,
-                data=dict(data),
-            )
+        fact = Fact(
+            kind=kind,
+            at_s=self._clock() if at_s is None else at_s,
+            src="manager",
+            generation=generation,
+            step=step,
+            level=level,
+            data=dict(data),
         )
+        self.outbox.add(fact)
+        self.heard(fact)
 
     def begin_epoch(self, history: RunHistory, members: list[dict[str, Any]]) -> None:
         """Nothing has finished; rows that the supervisor does not have are asked for again.

@@ -186,6 +186,7 @@ class Pump:
             for row in drained.rows:
                 self._rows.append(row)
                 self._row_step = max(self._row_step, int(row["step"]))
+                self._history.add_row(row)
             if drained.overflow:
                 self._take(
                     Fact(
@@ -233,7 +234,7 @@ class Pump:
 
     def _closed(self, record: Mapping[str, Any], generation: int, step: int | None) -> None:
         self._telemetry.incident(record)
-        self._events.append(
+        event = self._events.append(
             {
                 "kind": "incident.closed",
                 "at_s": time.time(),
@@ -244,6 +245,7 @@ class Pump:
                 "data": {"id": record.get("id"), "headline": record.get("headline")},
             }
         )
+        self._history.add(event)
 
     def _flush(self, now: float, *, force: bool = False) -> None:
         if force or self._events.due(now):

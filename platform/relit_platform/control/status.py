@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from relit_platform.control.journal import Journal
@@ -17,9 +18,11 @@ def make_status(
     book: CheckpointBook,
     journal: Journal,
     budget: BudgetState,
+    spacing: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """finished: every rank returned. stopped: the run ended because somebody asked. verdict: ""
-    or why it must not go on. saving: some step is still on its way to a tier.
+    or why it must not go on. saving: some step is still on its way to a tier. spacing: what
+    `auto` has found, with the reason; None where nothing is automatic or known.
     """
     return {
         "epoch": state.epoch,
@@ -40,6 +43,7 @@ def make_status(
         "recoveries": budget.recoveries,
         "lineage": [list(entry) for entry in state.lineage.entries],
         "saving": book.saving,
+        "spacing": spacing,
         "ignored": {**book.ignored, "rows": journal.rows.refused_count},
         "placement": {"workers": config.scaling.workers, "spares": config.scaling.spares},
         **_outcome(state, journal),

@@ -9,7 +9,7 @@
 Nothing here asks for the time. On the ranks, `now_s` is rank 0's clock as it came with the sum
 of the gradients, and `last_step`, `last_s` and `best` are part of the state that they share: so
 all of them decide the same, at the boundary that all of them have completed. `auto`, the spacing
-that measured costs and failures ask for, is in optimum.py: it needs no decision at a boundary.
+that measured costs and failures ask for, is in auto_spacing.py; to the ranks it is every_seconds.
 """
 
 from __future__ import annotations

@@ -87,27 +87,30 @@ def daly(save_s: float, mtbf_s: float) -> float:
 def optimum(costs: TierCosts, step_s: float, most_s: float = LONGEST_S) -> Spacing:
     """The spacing that loses least, within what is possible and wanted.
 
-    At least a step, the time until a save counts (one is on its way at a time), and so long that
-    saving costs MOST_OF_TIME; at most `most_s`, which is how much may be lost at once.
+    At least so long that saving costs MOST_OF_TIME; at most `most_s`, which is how much may be lost
+    at once; and, whatever is wanted, at least a step and the time until a save counts, for one is
+    on its way at a time.
     """
+    save_s, durable_s = costs.save_s, costs.durable_s
     mtbf_s = 1 / costs.rate if costs.rate > 0 else math.inf
     if math.isfinite(mtbf_s):
-        best_s = daly(costs.save_s, mtbf_s)
+        best_s = daly(save_s, mtbf_s)
         often = f"a failure of its kind comes in {mtbf_s / 3600:.3g} h"
-        reason = f"a save costs {costs.save_s:.3g} s, {often}"
+        reason = f"a save costs {save_s:.3g} s, {often}"
     else:
         best_s, reason = most_s, "no failure of this kind is expected"
-    floors = {
-        costs.durable_s: f"a save takes {costs.durable_s:.3g} s until it counts",
-        costs.save_s / MOST_OF_TIME: f"saving may cost {MOST_OF_TIME:.0%} of the time",
-        step_s: "a step is the least",
-    }
-    floor_s = max(floors)
-    if best_s < floor_s:
-        best_s, reason = floor_s, floors[floor_s]
-    if best_s > most_s:
-        best_s, reason = most_s, f"not more than {most_s:.6g} s may be lost at once"
+    share = f"a save costs {save_s:.3g} s, saving may cost {MOST_OF_TIME:.0%} of the time"
+    best_s, reason = max((best_s, reason), (save_s / MOST_OF_TIME, share), key=_seconds)
+    most = f"not more than {most_s:.6g} s may be lost at once"
+    best_s, reason = min((best_s, reason), (most_s, most), key=_seconds)
+    counts = f"a save takes {durable_s:.3g} s until it counts"
+    least = f"a step, {step_s:.3g} s, is the least"
+    best_s, reason = max((best_s, reason), (durable_s, counts), (step_s, least), key=_seconds)
     return Spacing(best_s, max(1, round(best_s / step_s)), reason)
+
+
+def _seconds(candidate: tuple[float, str]) -> float:
+    return candidate[0]
 
 
 def two_tiers(
@@ -118,7 +121,8 @@ def two_tiers(
     """
     first = optimum(near, step_s, most_s)
     alone = optimum(far, step_s, most_s)
-    times = max(1, round(alone.every_steps / first.every_steps))
+    wanted = min(round(alone.every_steps / first.every_steps), int(most_s // first.every_s))
+    times = max(1, wanted, math.ceil(far.durable_s / first.every_s))
     each = "each save" if times == 1 else f"every {times} saves"
     reason = f"{alone.reason}; {each} of the nearer tier"
     return first, Spacing(first.every_s * times, first.every_steps * times, reason)

@@ -10,12 +10,22 @@ Task = Callable[[], None]
 
 
 class TaskThread:
-    """Runs tasks in order, one at a time. A task's errors are its own business, bar none."""
+    """Runs tasks in order, one at a time. A task's errors are its own business, bar none.
 
-    def __init__(self, name: str, capacity: int, crashed: Callable[[str, Exception], None]) -> None:
+    began: called first of all, by the thread itself; must not raise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        crashed: Callable[[str, Exception], None],
+        began: Callable[[], object] = lambda: None,
+    ) -> None:
         self._name = name
         self._capacity = capacity
         self._crashed = crashed
+        self._began = began
         self._wake = threading.Condition()
         self._queue: OrderedDict[Hashable, Task] = OrderedDict()
         self._running: Hashable | None = None
@@ -56,6 +66,7 @@ class TaskThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._began()
         while True:
             with self._wake:
                 self._running = None

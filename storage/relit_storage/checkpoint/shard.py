@@ -7,7 +7,7 @@ size or whose chunk does not agree with its `ShardRef`, which the manifest carri
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -32,12 +32,15 @@ class ShardRef:
         return begin, min(begin + self.chunk_bytes, self.num_bytes)
 
 
-def write_shard(path: str, view: memoryview, chunk_bytes: int) -> ShardRef:
+def write_shard(
+    path: str, view: memoryview, chunk_bytes: int, pace: Callable[[int], None] | None = None
+) -> ShardRef:
     """Write a buffer as a file, chunk by chunk; durable on return.
 
     A chunk is hashed in a thread while it is written, which is where the time goes; direct I/O is
     used where it works. The directory must exist; a file already at `path` is replaced at the
-    end. OSError leaves nothing new behind.
+    end. pace is called before each chunk with its length, and may block. OSError leaves nothing
+    new behind.
     """
     flat = view.cast("B")
     hashes: list[Future[str]] = []
@@ -46,6 +49,8 @@ def write_shard(path: str, view: memoryview, chunk_bytes: int) -> ShardRef:
         def chunks() -> Iterator[memoryview]:
             for begin in range(0, len(flat), chunk_bytes):
                 chunk = flat[begin : begin + chunk_bytes]
+                if pace is not None:
+                    pace(len(chunk))
                 hashes.append(hasher.submit(checksum, chunk))
                 yield chunk
 
@@ -63,15 +68,18 @@ def verify_shard(path: str, ref: ShardRef) -> None:
         check_chunk(path, ref, index, buffer[: end - begin])
 
 
-def read_shard_into(path: str, ref: ShardRef, dest: memoryview) -> None:
+def read_shard_into(
+    path: str, ref: ShardRef, dest: memoryview, chunks: Iterable[int] | None = None
+) -> None:
     """Read a shard into `dest`, which has num_bytes, checking each chunk after it was read.
 
+    chunks: the numbers of those to read, all by default; the rest of `dest` stays as it is.
     Raises CorruptShardError, also for a missing file; `dest` then holds garbage.
     """
     flat = dest.cast("B")
     if len(flat) != ref.num_bytes:
         raise ValueError(f"a buffer of {len(flat)} bytes for a shard of {ref.num_bytes}")
-    for index, fd in _chunks(path, ref):
+    for index, fd in _chunks(path, ref, chunks):
         begin, end = ref.chunk_range(index)
         _read_chunk(fd, begin, flat[begin:end], path)
         check_chunk(path, ref, index, flat[begin:end])
@@ -87,7 +95,9 @@ def check_chunk(file: str, ref: ShardRef, index: int, view: bytes | memoryview) 
         raise CorruptShardError(file=file, reason=f"chunk {index} fails its checksum")
 
 
-def _chunks(path: str, ref: ShardRef) -> Iterator[tuple[int, int]]:
+def _chunks(
+    path: str, ref: ShardRef, wanted: Iterable[int] | None = None
+) -> Iterator[tuple[int, int]]:
     """(chunk index, file descriptor), after the size of the file was checked."""
     if len(ref.checksums) != num_chunks(ref.num_bytes, max(1, ref.chunk_bytes)):
         reason = f"{len(ref.checksums)} checksums for {ref.num_bytes} bytes"
@@ -100,7 +110,7 @@ def _chunks(path: str, ref: ShardRef) -> Iterator[tuple[int, int]]:
         found = os.fstat(fd).st_size
         if found != ref.num_bytes:
             raise CorruptShardError(file=path, reason=f"{found} bytes, expected {ref.num_bytes}")
-        for index in range(len(ref.checksums)):
+        for index in range(len(ref.checksums)) if wanted is None else wanted:
             yield index, fd
     finally:
         os.close(fd)
