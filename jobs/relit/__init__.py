@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from relit.client import Client as Client
     from relit.client import submit as submit
     from relit.handle import JobHandle as JobHandle
+    from relit.loading import load_checkpoint as load_checkpoint
     from relit.spec.model import JobSpec as JobSpec
 
-__all__ = ["JobSpec", "submit", "Client", "JobHandle", "errors"]
+__all__ = ["JobSpec", "submit", "Client", "JobHandle", "load_checkpoint", "errors"]
 
 _HOMES = {
     "JobSpec": "relit.spec.model",
     "submit": "relit.client",
     "Client": "relit.client",
     "JobHandle": "relit.handle",
+    "load_checkpoint": "relit.loading",
 }
 
 

@@ -13,6 +13,7 @@ A submit that died in between is completed by the same submit again.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -23,12 +24,14 @@ from relit import run_writer
 from relit.drift import check_same_run
 from relit.errors import AmbiguousRunError, RunNotFoundError, StoreUnwritableError
 from relit.handle import JobHandle
+from relit.initial import find_initial
 from relit.reading import RunReader
 from relit.resuming import resume_run
 from relit.spec import files
-from relit.spec.model import JobSpec
+from relit.spec.model import Init, JobSpec
 from relit.spec.resolve import absolute_store, resolve
 from relit.transport import JobTransport, RayJobs
+from relit_platform.run_config import InitConfig
 from relit_storage.errors import ObjectMissingError, StoreError, UnsupportedStoreError
 from relit_storage.run import layout
 from relit_storage.stores.opening import open_store, probe
@@ -79,6 +82,8 @@ class Client:
         check_writable(config.store)
         if reader.exists():
             check_same_run(reader, spec, config, code)
+        if spec.init is not None and not reader.attempts():
+            config = dataclasses.replace(config, init=client._find_initial(spec.init))
         client.transport.connect()
         if not reader.store.put_if_absent(layout.CONFIG, files.to_yaml(spec).encode()):
             check_same_run(reader, spec, config, code)
@@ -100,7 +105,13 @@ class Client:
         allow: Sequence[str] = (),
     ) -> JobHandle:
         """See JobHandle.resume."""
-        plan = resume_run(job.reader, spec=spec, overrides=overrides, allow=allow)
+        plan = resume_run(
+            job.reader,
+            spec=spec,
+            overrides=overrides,
+            allow=allow,
+            find_initial=self._find_initial,
+        )
         run_writer.start_attempt(job.reader.store, plan.config, self.transport, plan.changes)
         return JobHandle(job.reader, self)
 
@@ -142,12 +153,16 @@ class Client:
     def _reader(self, run_key: str) -> RunReader:
         return RunReader(open_store(self.store_url), run_key)
 
+    def _find_initial(self, init: Init) -> InitConfig:
+        return find_initial(init, lambda run: self.get(run).reader)
+
     def _get_directory(self, path: str) -> JobHandle:
-        root, _, run_id = absolute_store(path).rstrip("/").rpartition("/")
+        place, mark, options = absolute_store(path).partition("?")
+        root, _, run_id = place.rstrip("/").rpartition("/")
         root, _, experiment = root.rpartition("/")
-        client = self._at(root)
+        client = self._at(f"{root}{mark}{options}")
         reader = client._reader(f"{experiment}/{run_id}")
-        if not root or not reader.exists():
+        if not root or not reader.is_there():
             raise RunNotFoundError(run=path, store=root)
         return JobHandle(reader, client)
 

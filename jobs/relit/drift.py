@@ -20,7 +20,7 @@ from relit_storage.errors import ObjectMissingError
 from relit_storage.run import layout
 
 Changes = dict[str, tuple[Any, Any]]
-_DECIDES_LOSSES = frozenset({"config", "entry", "seed"})
+_DECIDES_LOSSES = frozenset({"config", "entry", "init", "seed"})
 _MAX_LISTED = 12
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from relit import drift, run_writer
 from relit.commands import send_command
 from relit.errors import BadInputError, RunFinishedError
+from relit.initial import FindInitial
 from relit.reading import RunReader
 from relit.run_state import LOST
 from relit.spec import files
@@ -35,11 +36,13 @@ def resume_run(
     spec: JobSpec | None = None,
     overrides: Sequence[str] = (),
     allow: Sequence[str] = (),
+    find_initial: FindInitial,
 ) -> Continuation:
     """Check, write the configuration of the next attempt, and make the run live again.
 
     The "resume" command overtakes every earlier stop; the old result.json moves aside last, since
-    from then on a supervisor may start. Raises RunFinishedError, DriftError, SpecError.
+    from then on a supervisor may start. find_initial is asked if `init` is another one now. Raises
+    RunFinishedError, DriftError, SpecError.
     """
     for name in allow:
         if name not in _DRIFT_NAMES:
@@ -50,7 +53,7 @@ def resume_run(
     old = reader.config()
     if old is None:
         raise BadInputError(f"run {reader.run_id} was never wholly submitted; submit it again.")
-    plan = _plan(reader, old, spec, overrides, allow)
+    plan = _plan(reader, old, spec, overrides, allow, find_initial)
     # A changed config or code that was allowed once is in the newest checkpoint or about to be.
     allowed = set(allow) | (set(old.allow_drift) & {"config", "code"})
     config = dataclasses.replace(plan.config, allow_drift=tuple(sorted(allowed)))
@@ -68,6 +71,7 @@ def _plan(
     spec: JobSpec | None,
     overrides: Sequence[str],
     allow: Sequence[str],
+    find_initial: FindInitial,
 ) -> Continuation:
     if spec is None and not overrides:
         return Continuation(old, {})
@@ -89,5 +93,10 @@ def _plan(
         config, code = resolve(wanted)
         drift.check_code(reader, old, code, allowed="code" in allow)
         reader.store.put_if_absent(config.code_key, code.data)
+    if wanted.init == stored.init:
+        initial = old.init  # the very commit, though a newer one may be there
+    else:
+        initial = None if wanted.init is None else find_initial(wanted.init)
+    config = dataclasses.replace(config, init=initial)
     reader.store.put(layout.CONFIG, files.to_yaml(wanted).encode())
     return Continuation(config, changes)

@@ -23,6 +23,12 @@ USES = {
         "import relit.checkpoints, relit.exporting; from relit.cli.main import main; "
         "assert main(['ckpt', 'verify', 'nope']) == 102"
     ),
+    "safetensors imported": (
+        "import json; data = b'{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}'; "
+        "open('w.safetensors', 'wb').write(len(data).to_bytes(8, 'little') + data + b'x'); "
+        "from relit.cli.main import main; "
+        "assert main(['ckpt', 'import', 'w.safetensors', '--run', 'r']) == 0"
+    ),
     "a run read": (
         "import relit, tempfile; c = relit.Client(store=tempfile.mkdtemp()); assert c.list() == []"
     ),
@@ -40,6 +46,7 @@ def test_the_face_loads_neither_torch_nor_ray(use: str, tmp_path: object) -> Non
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=str(tmp_path),
         env={"PATH": "", "HOME": str(tmp_path), "RELIT_STORE": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr

@@ -71,11 +71,14 @@ def build_config(
 
 
 def config_sha(spec: JobSpec) -> str:
-    """Identity of what decides the losses on the user's side: entry, config and seed.
+    """Identity of what decides the losses on the user's side: entry, config, seed and init.
 
     World size, cadence and tags may change at a resume without being a drift.
     """
-    return canonical_sha({"entry": spec.entry, "config": spec.config, "seed": spec.seed})
+    decides = {"entry": spec.entry, "config": spec.config, "seed": spec.seed}
+    if spec.init is not None:
+        decides["init"] = spec.init.model_dump(mode="json")
+    return canonical_sha(decides)
 
 
 def canonical_sha(data: Any) -> str:

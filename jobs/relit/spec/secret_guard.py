@@ -26,7 +26,7 @@ _SHAPES = (
     ("a signed token", re.compile(r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+")),
     ("a signed URL", re.compile(r"[?&](?:X-Amz-Signature|sig|Signature|\w*token)=\S", re.I)),
 )
-_SCANNED = ("name", "run_id", "config", "env", "tags", "store", "owner", "faults")
+_SCANNED = ("name", "run_id", "config", "env", "tags", "store", "owner", "faults", "init")
 
 
 def refuse(spec: Mapping[str, Any]) -> None:

@@ -19,7 +19,14 @@ from relit_platform.run_config import RecoveryConfig
 
 MAX_ERRORS = 256
 BAD_INPUT = frozenset(
-    {"DriftError", "LoaderStateError", "NotSavableError", "StateMismatchError", "UsageError"}
+    {
+        "DriftError",
+        "InitialStateError",
+        "LoaderStateError",
+        "NotSavableError",
+        "StateMismatchError",
+        "UsageError",
+    }
 )
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from relit_storage.errors import ObjectMissingError
 from relit_storage.run.layout import PIN_PREFIX, pin_key
 from relit_storage.stores.protocol import ObjectStore
 
@@ -20,6 +21,19 @@ def read_pins(store: ObjectStore) -> frozenset[int]:
     names = (key.removeprefix(PIN_PREFIX).removesuffix(".json") for key in store.list(PIN_PREFIX))
     steps = (int(name) for name in names if name.isascii() and name.isdigit())
     return frozenset(steps)
+
+
+def read_reasons(store: ObjectStore) -> dict[int, str]:
+    """Why each step was pinned, as far as its pin can be read: one read for each. StoreError."""
+    reasons = {}
+    for step in sorted(read_pins(store)):
+        try:
+            body = json.loads(store.get(pin_key(step)))
+        except (ObjectMissingError, ValueError, RecursionError):
+            continue  # taken away meanwhile, or damaged: its step is kept all the same
+        if isinstance(body, dict) and isinstance(body.get("reason"), str):
+            reasons[step] = body["reason"]
+    return reasons
 
 
 def write_pin(store: ObjectStore, step: int, *, reason: str, at_s: float) -> bool:

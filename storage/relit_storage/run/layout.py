@@ -13,6 +13,7 @@
       pins/<step>.json          retention leaves this step alone (object tier)
       checkpoints/steps/<step>/g<generation>/   rank-00000.safetensors, rank-00000.json, and
                                 manifest.json: without it the step does not exist
+      initial_state.json        which names a run began with that had no checkpoint of its own
       result.json               written last: the commit of the whole run
 
 The disk tier of a node uses `checkpoints/steps/...` below `<disk_dir>/<run_id>/`, byte for byte
@@ -26,6 +27,7 @@ RESOLVED = "config.resolved.json"
 RUN = "run.json"
 STATUS = "status.json"
 RESULT = "result.json"
+INITIAL = "initial_state.json"
 ATTEMPT_PREFIX = "attempts/"
 LOG_PREFIX = "checkpoints/log/"
 STEPS_PREFIX = "checkpoints/steps/"
