@@ -10,7 +10,7 @@ from sim_node import SimNode
 
 from relit_platform.control.coordinator import Coordinator
 from relit_platform.control.object_tier import ObjectTier
-from relit_platform.facts import Heartbeat, NodeInventory, Tier
+from relit_platform.facts import Endpoint, Heartbeat, NodeInventory, Tier
 from relit_platform.run_config import RunConfig
 from relit_storage.checkpoint import commit_log
 from relit_storage.checkpoint.commit_log import CommitLog
@@ -72,6 +72,11 @@ class SimAgents:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._call(node_id, "publish", step, generation, manifest)
 
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int
+    ) -> None:
+        raise AssertionError("asked for by runs that end early; these do not")
+
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         self._call(node_id, "upload", step, generation, list(ranks))
 
@@ -83,6 +88,12 @@ class SimAgents:
 
     def set_stop(self, node_id: str, number: int) -> None:
         self._manager.nodes[node_id].reach()
+
+    def listen(self, node_id: str, secret: bytes, epoch: int) -> Endpoint:
+        raise AssertionError("asked for from two nodes on; here is one")
+
+    def set_peer(self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int) -> None:
+        raise AssertionError("asked for from two nodes on; here is one")
 
     def _call(self, node_id: str, verb: str, *args: Any) -> Any:
         manager = self._manager

@@ -11,6 +11,7 @@ from relit_platform.control.object_tier import ObjectTier
 from relit_platform.control.ports import AgentError
 from relit_platform.facts import (
     Drained,
+    Endpoint,
     Fact,
     Heartbeat,
     JoinReply,
@@ -27,13 +28,17 @@ NODE = "n1"
 
 
 class FakeAgents:
-    """Nodes that answer at once; every call is written down. away: nodes that do not answer."""
+    """Nodes that answer at once; every call is written down.
+
+    away: nodes that do not answer. deaf: those that tell what they hold, and do nothing.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.stock: dict[str, NodeInventory] = {NODE: empty_inventory(NODE)}
         self.beats: dict[str, list[Heartbeat]] = {}
         self.away: set[str] = set()
+        self.deaf: set[str] = set()
 
     def nodes(self) -> tuple[str, ...]:
         return tuple(sorted(self.stock))
@@ -49,6 +54,11 @@ class FakeAgents:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._note(node_id, "publish", step, generation, manifest)
 
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int
+    ) -> None:
+        self._note(node_id, "persist", worker_id, path, step, generation)
+
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         self._note(node_id, "upload", step, generation, tuple(ranks))
 
@@ -61,11 +71,18 @@ class FakeAgents:
     def set_stop(self, node_id: str, number: int) -> None:
         self._note(node_id, "set_stop", number)
 
+    def listen(self, node_id: str, secret: bytes, epoch: int) -> Endpoint:
+        self._note(node_id, "listen", epoch)
+        return (node_id, 1)
+
+    def set_peer(self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int) -> None:
+        self._note(node_id, "set_peer", peer, endpoint, epoch)
+
     def named(self, verb: str) -> list[tuple[Any, ...]]:
         return [call for call in self.calls if call[1] == verb]
 
     def _note(self, node_id: str, verb: str, *args: Any) -> None:
-        if node_id in self.away:
+        if node_id in self.away or (node_id in self.deaf and verb != "inventory"):
             raise AgentError(f"{node_id} does not answer")
         self.calls.append((node_id, verb, *args))
 

@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import list_named_actors
 
 from relit_platform.control.ports import AgentError
-from relit_platform.facts import Heartbeat, NodeInventory, Tier
+from relit_platform.facts import Endpoint, Heartbeat, NodeInventory, Tier
 from relit_storage.errors import RelitError
 
 NAMESPACE = "relit"
@@ -51,6 +51,13 @@ class RayAgents:
         """See AgentPort.publish."""
         self._call(node_id, WRITE_TIMEOUT_S, "publish", step, generation, manifest)
 
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int
+    ) -> None:
+        """See AgentPort.persist."""
+        # Asked for when ranks have died: nothing may hold it back.
+        self._call(node_id, CALL_TIMEOUT_S, "persist", worker_id, path, step, generation, True)
+
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         """See AgentPort.upload."""
         self._call(node_id, CALL_TIMEOUT_S, "upload", step, generation, list(ranks))
@@ -58,6 +65,17 @@ class RayAgents:
     def seal(self, node_id: str, epoch: int, generation: int) -> None:
         """See AgentPort.seal."""
         self._call(node_id, SEAL_TIMEOUT_S, "seal", epoch, generation)
+
+    def listen(self, node_id: str, secret: bytes, epoch: int) -> Endpoint:
+        """See AgentPort.listen."""
+        host, port = self._call(node_id, CALL_TIMEOUT_S, "listen", secret, epoch)
+        return str(host), int(port)
+
+    def set_peer(
+        self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int
+    ) -> None:
+        """See AgentPort.set_peer."""
+        self._call(node_id, CALL_TIMEOUT_S, "set_peer", peer, endpoint, epoch)
 
     def drop(self, node_id: str, steps: Sequence[tuple[int, int]], tier: Tier) -> None:
         """See AgentPort.drop."""

@@ -12,7 +12,7 @@ from typing import Any
 from relit_platform.control.checkpoint_desk import CheckpointDesk
 from relit_platform.control.journal import Journal
 from relit_platform.control.rebuild import Found
-from relit_platform.facts import Dismissed, JoinReply, Refused, RunHistory, Verdict
+from relit_platform.facts import Dismissed, JoinReply, Refused, RunHistory, Verdict, WorkerExited
 from relit_platform.machines.budget import BudgetState, note_recovery, note_user_error
 from relit_platform.machines.checkpoint_state import GenerationFormed
 from relit_platform.machines.generation import (
@@ -122,6 +122,31 @@ class GenerationDesk:
             processes=scaling.workers + scaling.spares,
         )
         return verdict
+
+    def exited(self, fact: WorkerExited) -> bool:
+        """Say that a worker's process has ended; False if that was known. The caller feeds it."""
+        state = self.state
+        if fact.worker_id in state.gone:
+            return False
+        rank = state.rank_of(fact.worker_id)
+        if rank is None and fact.rank >= 0 and state.newest in (0, fact.generation):
+            rank = fact.rank  # a manager that was re-created does not know the holders yet
+        done = state.phase is Phase.DONE or rank in state.finished
+        self._journal.note_completed(fact.last_step if rank is not None else 0)
+        data = {
+            "worker_id": fact.worker_id,
+            "node_id": fact.node_id,
+            "pid": fact.pid,
+            "at_s": fact.at_s,
+            "rank": rank,
+            "last_step": fact.last_step,
+            "last_phase": fact.last_phase,
+            "expected": done,
+        }
+        level = "info" if done or rank is None else "warning"
+        self.say("worker.exited", self.with_marks(data), level)
+        self.learn(fact.generation)
+        return True
 
     def halt(self, verdict: Verdict) -> None:
         """The run must not go on: everybody is dismissed, and the status says why."""

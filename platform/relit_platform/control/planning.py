@@ -47,6 +47,7 @@ class Planner:
         objects: ObjectPort,
         background: BackgroundPort,
         answer: Callable[[Answer], None],
+        listen: Callable[[str, int], None],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -54,6 +55,7 @@ class Planner:
         self._objects = objects
         self._background = background
         self._answer = answer
+        self._listen = listen
         self._clock = clock
 
     def plan(self, request: PlanRestore, began_s: float | None = None) -> None:
@@ -109,18 +111,21 @@ class Planner:
         """
         found: list[NodeInventory] = []
         try:
-            for node in self._agents.nodes():
+            nodes = self._agents.nodes()
+            for node in nodes:
                 try:
-                    found.append(self._inventory(node, request))
+                    found.append(self._inventory(node, request, several=len(nodes) > 1))
                 except (AgentError, PlatformError, FencedError) as error:
                     silent.append(f"agent {node}: {error}")
         except AgentError as error:
             silent.append(str(error))
         return found
 
-    def _inventory(self, node: str, request: PlanRestore) -> NodeInventory:
+    def _inventory(self, node: str, request: PlanRestore, *, several: bool) -> NodeInventory:
         checkpoint = self._config.checkpoint
         self._agents.seal(node, request.epoch, request.generation)
+        if several:
+            self._listen(node, request.epoch)
         inventory = self._agents.inventory(node)
         if inventory.disk_root:
             return inventory

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from relit_platform.facts import Heartbeat, NodeInventory, Tier
+from relit_platform.facts import Endpoint, Heartbeat, NodeInventory, Tier
 from relit_platform.machines.restore import ObjectCommit
 
 
@@ -39,12 +39,28 @@ class AgentPort(Protocol):
         """Create the manifest on the node's disk tier, exclusively, synced."""
         ...
 
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int
+    ) -> None:
+        """Queue a slot for the node's disk, as its rank would; answers come as facts."""
+        ...
+
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         """Queue the upload of these ranks' shards; answers come as facts."""
         ...
 
     def seal(self, node_id: str, epoch: int, generation: int) -> None:
         """End all workers of older epochs and refuse older generations from now on."""
+        ...
+
+    def listen(self, node_id: str, secret: bytes, epoch: int) -> Endpoint:
+        """Have the agent answer those of other nodes that know the secret; where it listens."""
+        ...
+
+    def set_peer(
+        self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int
+    ) -> None:
+        """Have the agent copy its ranks' snapshots to node `peer`; endpoint None: to none."""
         ...
 
     def drop(self, node_id: str, steps: Sequence[tuple[int, int]], tier: Tier) -> None:

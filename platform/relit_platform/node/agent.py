@@ -16,7 +16,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from relit_platform.facts import Fact, Heartbeat, NodeInventory, Tier
+from relit_platform.facts import (
+    Endpoint,
+    Fact,
+    Heartbeat,
+    NodeInventory,
+    ShardSource,
+    Tier,
+)
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.outbox import Outbox
 from relit_platform.node.paths import NodePaths
@@ -76,6 +83,7 @@ class NodeAgent:
             report=self._outbox.put,
             clock=time.time,
             owner_pid=os.getppid(),  # the raylet: it outlives this actor's own restarts
+            host=str(ray.util.get_node_ip_address()),
         )
         self._outbox.start()
         self._keeper.start()
@@ -106,9 +114,11 @@ class NodeAgent:
         """A worker gives up slots."""
         self._keeper.release_slots(worker_id, paths)
 
-    def persist(self, worker_id: str, path: str, step: int, generation: int) -> None:
-        """Queue a pinned slot for this node's disk."""
-        self._keeper.persist(worker_id, path, step, generation)
+    def persist(
+        self, worker_id: str, path: str, step: int, generation: int, last: bool = False
+    ) -> None:
+        """Queue a pinned slot for this node's disk; last: nothing holds it back."""
+        self._keeper.persist(worker_id, path, step, generation, last)
 
     def publish(self, step: int, generation: int, manifest: bytes) -> None:
         """Publish a step on this node's disk."""
@@ -129,6 +139,18 @@ class NodeAgent:
     def set_stop(self, number: int) -> None:
         """Ask all workers of this node to stop at their next boundary."""
         self._keeper.set_stop(number)
+
+    def listen(self, secret: bytes, epoch: int) -> Endpoint:
+        """Answer agents of other nodes that know this secret; where."""
+        return self._keeper.peers.listen(secret, epoch)
+
+    def set_peer(self, node_id: str, endpoint: Endpoint | None, epoch: int) -> None:
+        """Copy snapshots to this node from now on."""
+        self._keeper.peers.set_peer(node_id, endpoint, epoch)
+
+    def fetch(self, source: ShardSource, step: int, generation: int, world: int) -> ShardSource:
+        """Bring a shard of another node to this one; blocks for the network."""
+        return self._keeper.peers.fetch(source, step, generation, world)
 
     def heartbeats(self) -> list[Heartbeat]:
         """Newest sign of life of each worker."""

@@ -21,7 +21,7 @@ CONTROL_MAGIC = int.from_bytes(b"RELITCP1", "little")
 READ_TRIES = 100  # a beat takes microseconds; a writer that died inside one is read as it is
 
 _MAGIC, _SEQUENCE, _PID, _RANK, _GENERATION, _STEP, _PHASE, _AT_NS = range(8)
-_STOP, _DRAIN = 1, 2
+_STOP, _DRAIN, _PEERED = 1, 2, 3
 
 
 class Phase(IntEnum):
@@ -136,6 +136,15 @@ class ControlPage:
     def set_draining(self, draining: bool) -> None:
         """Tell all workers of the node that it is going away."""
         self._words[_DRAIN] = int(draining)
+
+    @property
+    def peered(self) -> bool:
+        """True while this node's agent gives snapshots to another node."""
+        return self._words[_PEERED] != 0
+
+    def set_peered(self, peered: bool) -> None:
+        """Tell all workers of the node whether to mark snapshots for another node."""
+        self._words[_PEERED] = int(peered)
 
     def close(self) -> None:
         """Unmap the page; the file stays."""

@@ -2,7 +2,7 @@
 
     slots in shared memory    created, re-adopted, released: slot_pool
     shared memory -> disk     one thread, in order: persist, then the slot is unpinned
-    disk -> object tier       one thread, with retries: uploads
+    disk -> object tier       one thread, with retries: uploads; both step back: yielding
     worker processes          their end is reported within milliseconds; killed when sealed
     worker logs               shipped every two seconds: log_shipping
 
@@ -20,6 +20,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from relit_platform.errors import PlatformError, UsageError
 from relit_platform.facts import (
@@ -37,12 +38,14 @@ from relit_platform.node.disk_tier import DiskTier, Fence, load_fence, save_fenc
 from relit_platform.node.heartbeat import ControlPage
 from relit_platform.node.log_shipping import LogShipper
 from relit_platform.node.paths import NodeFolders, NodePaths
+from relit_platform.node.peer_tier import Level, PeerTier
 from relit_platform.node.persist import persist_slot
 from relit_platform.node.processes import ProcessKey, ProcessWatch, kill_and_wait, start_ticks
 from relit_platform.node.slot_pool import PooledSlot, SlotPool
 from relit_platform.node.task_thread import TaskThread
 from relit_platform.node.uploads import Uploader
 from relit_platform.node.workers import WorkerEntry, WorkerRegister
+from relit_platform.node.yielding import DiskPace, step_back
 from relit_platform.run_config import CheckpointConfig
 from relit_storage.checkpoint.durable import make_dirs
 from relit_storage.errors import FencedError, StorageError
@@ -64,7 +67,8 @@ class NodeKeeper:
     """Use `start` before anything else, `close` at the end of the run.
 
     owner_pid is the process whose end means that this node is gone, by default our own: then a
-    later node of this host takes over the disk tier.
+    later node of this host takes over the disk tier. host: the address at which agents of other
+    nodes reach this one, if the manager asks for that. peers: its part in the peer tier.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class NodeKeeper:
         report: Callable[[object], None],
         clock: Callable[[], float],
         owner_pid: int | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self._node_id = node_id
         self._config = config
@@ -84,13 +89,31 @@ class NodeKeeper:
         self._clock = clock
         self._owner_pid = os.getpid() if owner_pid is None else owner_pid
         self._folders = NodeFolders.of(config.shm_dir, config.disk_dir, run_id, node_id)
-        self._slots = SlotPool(self._folders.slots, config.memory_budget_bytes)
+        self._slots = SlotPool(
+            self._folders.slots,
+            config.memory_budget_bytes,
+            lambda used_bytes: self.peers.make_room(used_bytes),
+        )
         self._disk = DiskTier(self._folders.disk, node_id)
+        self.peers = PeerTier(
+            node_id=node_id,
+            run_id=run_id,
+            host=host,
+            folder=self._folders.peers,
+            config=config,
+            slots=self._slots,
+            disk=self._disk,
+            fence_epoch=lambda: self._fence.epoch,
+            peered=lambda on: self._control_page().set_peered(on),
+            say=self._say,
+        )
         self._workers = WorkerRegister(self._folders.workers, self._folders.heartbeats)
         self._watch = ProcessWatch()
         self._logs = LogShipper(self._folders.logs, store)
-        self._persists = TaskThread("persist", PERSISTS_QUEUED, self._crashed)
-        self._uploads = TaskThread("upload", UPLOADS_QUEUED, self._crashed)
+        step_aside = functools.partial(step_back, config.save_nice)
+        self._persists = TaskThread("persist", PERSISTS_QUEUED, self._crashed, step_aside)
+        self._uploads = TaskThread("upload", UPLOADS_QUEUED, self._crashed, step_aside)
+        self._pace = DiskPace(config.disk_bytes_per_s)
         self._closing = threading.Event()
         self._uploader = Uploader(self._folders.disk, store, self._closing.wait)
         self._threads: list[threading.Thread] = []
@@ -112,8 +135,11 @@ class NodeKeeper:
             _remove_tree(os.path.join(os.path.dirname(folders.shm), orphan), up=0)
         self._disk.clean()
         self._slots.adopt()
+        self.peers.start()
         self._fence = load_fence(folders.fence)
         self._control = ControlPage.create(folders.control)
+        if self._control.stop_requested:
+            self._pace.hurry("stop")
         for entry in self._workers.load():
             self._watch.add(entry.process)
         self._persists.start()
@@ -133,6 +159,8 @@ class NodeKeeper:
         Workers should have ended before; one that has not keeps its mapped pages, nothing else.
         """
         self._closing.set()
+        self._pace.hurry("close")
+        self.peers.close()
         self._persists.close(CLOSE_TIMEOUT_S)
         self._uploads.close(CLOSE_TIMEOUT_S)
         for thread in self._threads:
@@ -171,6 +199,10 @@ class NodeKeeper:
     def set_stop(self, number: int) -> None:
         """Ask every worker of this node to stop at its next boundary; 0 takes it back."""
         self._control_page().set_stop(number)
+        if number:
+            self._pace.hurry("stop")
+        else:
+            self._pace.calm("stop")
 
     def seal(self, epoch: int, generation: int) -> None:
         """End everything older: when this returns, no worker of an older epoch runs here.
@@ -217,8 +249,11 @@ class NodeKeeper:
 
     # ---- disk ----
 
-    def persist(self, worker_id: str, path: str, step: int, generation: int) -> None:
+    def persist(
+        self, worker_id: str, path: str, step: int, generation: int, last: bool = False
+    ) -> None:
         """Queue a slot that the rank has pinned; its outcome is reported, then it is unpinned.
+        last: the run ends with it, so it is written as fast as it can be.
 
         A message that comes late, when the slot holds another step, is ignored: the step it asks
         for was persisted by the sweep. Raises UsageError for a path that is not a slot of this
@@ -230,6 +265,8 @@ class NodeKeeper:
         header = pooled.slot.info()
         if header.complete and (header.step, header.generation) == (step, generation):
             self._queue_persist(pooled)
+            if last:  # after it is queued: the task before it may just be ending the hurry
+                self._pace.hurry("last")
 
     def publish(self, step: int, generation: int, manifest: bytes) -> None:
         """Publish a step on this node's disk; durable on return.
@@ -261,7 +298,7 @@ class NodeKeeper:
         records, refused_records = self._disk.records()
         manifests, refused_manifests = self._disk.manifests()
         served = [info.generation for info in memory] + [r.generation for r in records]
-        return NodeInventory(
+        found = NodeInventory(
             node_id=self._node_id,
             memory=tuple(memory),
             disk=tuple(records),
@@ -270,6 +307,7 @@ class NodeKeeper:
             refusals=(*refused_memory, *refused_records, *refused_manifests),
             disk_root=self._folders.disk,
         )
+        return self.peers.added(found)
 
     # ---- object tier ----
 
@@ -299,6 +337,8 @@ class NodeKeeper:
             self._fail(header.step, header.generation, header.rank, "disk", str(error))
         finally:
             slot.unpin()
+            if len(self._persists.pending()) == 1:  # this one
+                self._pace.calm("last")
 
     def _write(self, pooled: PooledSlot) -> ShardPersisted:
         return persist_slot(
@@ -307,6 +347,7 @@ class NodeKeeper:
             node_id=self._node_id,
             chunk_bytes=self._config.chunk_bytes,
             clock=self._clock,
+            pace=self._pace.take,
         )
 
     def _upload(self, step: int, generation: int, rank: int) -> None:
@@ -415,15 +456,12 @@ class NodeKeeper:
         return self._control
 
     def _crashed(self, thread: str, error: Exception) -> None:
-        self._report(
-            Fact(
-                kind="agent.task_failed",
-                at_s=self._clock(),
-                src=f"agent:{self._node_id}",
-                level="error",
-                data={"thread": thread, "error": f"{type(error).__name__}: {error}"},
-            )
-        )
+        data = {"thread": thread, "error": f"{type(error).__name__}: {error}"}
+        self._say("agent.task_failed", "error", data)
+
+    def _say(self, kind: str, level: Level, data: dict[str, Any]) -> None:
+        src = f"agent:{self._node_id}"
+        self._report(Fact(kind=kind, at_s=self._clock(), src=src, level=level, data=data))
 
 
 def _remove_tree(path: str, up: int) -> None:

@@ -1,7 +1,7 @@
 """Where a node keeps its part of a run: one folder on tmpfs, one on disk, both 0700.
 
     <shm_dir>/relit/<run_id>/<node>/   slots/<worker_id>.<n>.slot  heartbeats/<worker_id>
-                                       control  workers.json
+                                       control  workers.json  peers/rank-<n>.<m>.slot
     <disk_dir>/<run_id>/<node>/        checkpoints/steps/...  logs/<worker_id>.log  fence.json
                                        owner.json
 
@@ -53,6 +53,11 @@ class NodeFolders:
     def slots(self) -> str:
         """Folder of the slot files."""
         return os.path.join(self.shm, "slots")
+
+    @property
+    def peers(self) -> str:
+        """Folder of the copies of other nodes' snapshots."""
+        return os.path.join(self.shm, "peers")
 
     @property
     def heartbeats(self) -> str:

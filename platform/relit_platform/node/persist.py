@@ -18,14 +18,13 @@ from relit_storage.checkpoint.checksum import checksum, chunk_checksums, num_chu
 from relit_storage.checkpoint.durable import make_dirs, read_file, sync_dir, write_file
 from relit_storage.checkpoint.image import MAX_REASON, parse_header
 from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES
-from relit_storage.checkpoint.manifest_schema import check_types
+from relit_storage.checkpoint.manifest_schema import INDEXED, check_types
 from relit_storage.checkpoint.shard import write_shard
 from relit_storage.errors import CommitConflictError, CorruptShardError
 from relit_storage.run.layout import extras_key, manifest_key, shard_key, step_prefix
 
 RECORD_SUFFIX = ".record"
 MAX_WORLD = 100_000  # file names have five digits for a rank
-_TENSOR = {"name": str, "dtype": str, "shape": [int], "byte_range": (int, int)}
 _TYPES: dict[str, object] = {
     "step": int,
     "generation": int,
@@ -39,16 +38,23 @@ _TYPES: dict[str, object] = {
     "extras_file": str,
     "extras_bytes": int,
     "extras_checksum": str,
-    "tensors": [_TENSOR],
+    "tensors": [INDEXED],
     "seconds": float,
     "at_s": float,
 }
 
 
 def persist_slot(
-    slot: Slot, root: str, *, node_id: str, chunk_bytes: int, clock: Callable[[], float]
+    slot: Slot,
+    root: str,
+    *,
+    node_id: str,
+    chunk_bytes: int,
+    clock: Callable[[], float],
+    pace: Callable[[int], None] | None = None,
 ) -> ShardPersisted:
-    """Write a COMPLETE, pinned slot below `root`; durable on return. Blocks for the disk.
+    """Write a COMPLETE, pinned slot below `root`; durable on return. Blocks for the disk, and
+    before each chunk of the image for `pace`, which is told its bytes.
 
     Doing it again is cheap and answers the same. Raises CorruptShardError if the slot holds no
     whole snapshot or was overwritten meanwhile, CommitConflictError if a published step holds
@@ -65,7 +71,7 @@ def persist_slot(
     _refuse_if_published(root, header)
     make_dirs(os.path.join(root, step_prefix(header.step, header.generation)))
     _forget_record(root, header)
-    written = _write_files(slot, header, root, node_id, chunk_bytes)
+    written = _write_files(slot, header, root, node_id, chunk_bytes, pace)
     slot.check_unchanged(sequence)
     now_s = clock()
     written = dataclasses.replace(written, seconds=round(now_s - started_s, 6), at_s=now_s)
@@ -153,12 +159,17 @@ def _forget_record(root: str, header: SlotHeader) -> None:
 
 
 def _write_files(
-    slot: Slot, header: SlotHeader, root: str, node_id: str, chunk_bytes: int
+    slot: Slot,
+    header: SlotHeader,
+    root: str,
+    node_id: str,
+    chunk_bytes: int,
+    pace: Callable[[int], None] | None,
 ) -> ShardPersisted:
     place = header.step, header.generation, header.rank
     layout = parse_header(slot.image, header.image_bytes, slot.path)
     extras = slot.read_extras()
-    shard = write_shard(os.path.join(root, shard_key(*place)), slot.image, chunk_bytes)
+    shard = write_shard(os.path.join(root, shard_key(*place)), slot.image, chunk_bytes, pace)
     write_file(os.path.join(root, extras_key(*place)), [extras])
     return ShardPersisted(
         step=header.step,

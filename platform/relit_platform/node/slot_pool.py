@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from relit_platform.errors import BudgetError
@@ -31,11 +31,21 @@ class PooledSlot:
 
 
 class SlotPool:
-    """Thread-safe. Slow work (reserving memory) is done outside the lock."""
+    """Thread-safe. Slow work (reserving memory) is done outside the lock.
 
-    def __init__(self, folder: str, budget_bytes: int) -> None:
+    make_room is told how many bytes the slots will take before they are created: what else lies in
+    the same budget has to go by then.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        budget_bytes: int,
+        make_room: Callable[[int], None] = lambda used_bytes: None,
+    ) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
+        self._make_room = make_room
         self._lock = threading.Lock()
         self._slots: dict[str, PooledSlot] = {}
         self._reserved_bytes = 0
@@ -90,6 +100,7 @@ class SlotPool:
             self._numbers[worker_id] = number + missing
         names = [f"{worker_id}.{number + i}{SUFFIX}" for i in range(missing)]
         try:
+            self._make_room(needed)
             paths += self._create(worker_id, names, image_bytes, extras_capacity)
         finally:
             with self._lock:
@@ -107,6 +118,46 @@ class SlotPool:
         """The slot at a path, if it is one of ours."""
         with self._lock:
             return self._slots.get(path)
+
+    def used_bytes(self) -> int:
+        """What the slots take, or are about to."""
+        with self._lock:
+            return self._used_bytes()
+
+    def unsent_cuts(self) -> list[PooledSlot]:
+        """The newest whole cut of each worker, alive or not, if it is on no other node yet.
+
+        The oldest first. Reads headers only: cheap enough for many times a second.
+        """
+        newest: dict[str, tuple[Order, PooledSlot]] = {}
+        for pooled in self._snapshot().values():
+            try:
+                header = pooled.slot.info()
+            except CorruptShardError:
+                continue  # the inventory says so
+            order = (header.generation, header.step)
+            known = newest.get(pooled.worker_id)
+            if header.complete and pooled.slot.cut and (known is None or known[0] < order):
+                newest[pooled.worker_id] = (order, pooled)
+        waiting = [found for found in newest.values() if not found[1].slot.sent]
+        return [pooled for _, pooled in sorted(waiting, key=lambda found: found[0])]
+
+    def forget_sent(self) -> None:
+        """What was on another node is no longer, or that node is no longer the right one."""
+        for pooled in self._snapshot().values():
+            pooled.slot.mark_sent(0)
+
+    def holding(self, step: int, generation: int, rank: int) -> Slot | None:
+        """A COMPLETE slot of this step of a rank, or None."""
+        for pooled in self._snapshot().values():
+            try:
+                header = pooled.slot.info()
+            except CorruptShardError:
+                continue
+            place = (header.step, header.generation, header.rank)
+            if header.complete and place == (step, generation, rank):
+                return pooled.slot
+        return None
 
     def of_worker(self, worker_id: str) -> tuple[str, ...]:
         """Paths of a worker's slots."""

@@ -37,6 +37,7 @@ MAGIC = int.from_bytes(b"RELITSL1", "little")
 _MAGIC, _STATE, _PIN, _SEQUENCE = 0, 1, 2, 3
 _IMAGE_BYTES, _EXTRAS_CAPACITY, _IMAGE_OFFSET, _GEOMETRY_CRC = 4, 5, 6, 7
 _GENERATION, _STEP, _RANK, _WORLD, _EXTRAS_BYTES, _EXTRAS_CRC, _FACTS_CRC = 8, 9, 10, 11, 12, 13, 14
+_CUT, _SENT = 15, 16  # of the peer tier; no part of the facts
 
 
 class SlotState(IntEnum):
@@ -137,8 +138,13 @@ class Slot:
         start = self._words[_IMAGE_OFFSET]
         return self._bytes[start : start + self._words[_IMAGE_BYTES]]
 
-    def begin(self, generation: int, step: int, rank: int, world: int) -> None:
-        """Give up the content and start a new snapshot. Raises UsageError if the slot is pinned."""
+    def begin(
+        self, generation: int, step: int, rank: int, world: int, *, cut: bool = False
+    ) -> None:
+        """Give up the content and start a new snapshot. Raises UsageError if the slot is pinned.
+
+        cut: every rank begins one of this step as such; the agent copies it to another node.
+        """
         if self.pinned:
             raise UsageError(message=f"slot {self.path} is pinned and must not be overwritten.")
         words = self._words
@@ -148,6 +154,7 @@ class Slot:
         words[_RANK], words[_WORLD] = rank, world
         words[_EXTRAS_BYTES] = 0
         words[_EXTRAS_CRC] = 0
+        words[_CUT] = int(cut)
 
     def set_extras(self, data: bytes) -> None:
         """Store the rank's JSON beside the image; between `begin` and `commit`.
@@ -182,6 +189,21 @@ class Slot:
     def unpin(self) -> None:
         """Allow overwriting again; by the agent, when the bytes are on disk or given up."""
         self._words[_PIN] = 0
+
+    @property
+    def cut(self) -> bool:
+        """True if this snapshot belongs on another node, too."""
+        return self._words[_CUT] != 0
+
+    @property
+    def sent(self) -> bool:
+        """True if this very snapshot is whole and on another node."""
+        words = self._words
+        return self._state() is SlotState.COMPLETE and words[_SENT] == words[_SEQUENCE]
+
+    def mark_sent(self, sequence: int) -> None:
+        """The snapshot of this `sequence()` is on another node; 0: none is. By the agent only."""
+        self._words[_SENT] = sequence
 
     def sequence(self) -> int:
         """Counts begin and commit; equal before and after a read means nobody wrote between."""

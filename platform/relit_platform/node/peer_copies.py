@@ -1,0 +1,343 @@
+"""Copies of other nodes' snapshots, in slot files of this node's shared memory.
+
+For each rank there are two: the newest whole copy, which is never overwritten, and room for the
+next one. Beside a whole copy lies what was offered (`<file>.offer`), so its checksums are known
+as long as the copy is; a slot without it is no copy. A copy that was cut short keeps the chunks
+that have arrived, and is gone on with when the same is offered again while this process lives.
+
+All of it lies in the node's memory budget, and yields to the node's own slots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from relit_platform.errors import BudgetError, PeerError, PeerRefusedError
+from relit_platform.facts import SlotInfo
+from relit_platform.node.peer_protocol import (
+    MAX_JSON_BYTES,
+    Kind,
+    Offer,
+    Place,
+    decode,
+    parse_offer,
+)
+from relit_platform.node.slots import Slot, create_slot, slot_file_bytes
+from relit_storage.checkpoint.checksum import checksum
+from relit_storage.checkpoint.durable import read_file
+from relit_storage.errors import CorruptShardError
+
+SUFFIX = ".slot"
+OFFER_SUFFIX = ".offer"
+PER_RANK = 2
+MIN_EXTRAS_BYTES = 64 << 10
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A slot file. offer: what is in it, or on its way into it; None: nothing of use."""
+
+    rank: int
+    slot: Slot
+    file_bytes: int
+    offer: Offer | None = None
+    whole: bool = False
+    busy: bool = False
+    have: set[int] = field(default_factory=set)
+    extras: bytearray = field(default_factory=bytearray)
+
+
+class Arriving:
+    """A copy that is being filled, by one thread. Ends with `finish` or `stop`."""
+
+    def __init__(self, copies: PeerCopies, copy: _Copy, offer: Offer) -> None:
+        self.offer = offer
+        self._copies = copies
+        self._copy = copy
+
+    @property
+    def missing(self) -> list[int]:
+        """The chunks that are not here yet."""
+        if self._copy.whole:
+            return []
+        return [n for n in range(self.offer.extras_chunk + 1) if n not in self._copy.have]
+
+    def room(self, number: int) -> memoryview:
+        """Where a chunk belongs."""
+        begin, end = self.offer.chunk_range(number)
+        if number == self.offer.extras_chunk:
+            return memoryview(self._copy.extras)[begin:end]
+        return self._copy.slot.image[begin:end]
+
+    def filled(self, number: int) -> None:
+        """A chunk is in its place. Raises CorruptShardError if it is not what was offered."""
+        if checksum(self.room(number)) != self.offer.checksum_of(number):
+            reason = f"chunk {number} fails its checksum on arrival"
+            raise CorruptShardError(file=self._copy.slot.path, reason=reason)
+        self._copy.have.add(number)
+
+    def finish(self) -> str:
+        """Make the copy count, now that nothing is missing; its path. Repeatable."""
+        if self.missing:
+            raise CorruptShardError(file=self._copy.slot.path, reason="chunks are missing")
+        self._copies.complete(self._copy)
+        return self._copy.slot.path
+
+    def stop(self) -> None:
+        """Leave it as it is: the next Arriving of the same offer goes on."""
+        self._copy.busy = False
+
+
+class PeerCopies:
+    """Thread-safe. room() says how many bytes of the budget the node's own slots leave."""
+
+    def __init__(self, folder: str, room: Callable[[], int]) -> None:
+        self._folder = folder
+        self._room = room
+        self._lock = threading.Lock()
+        self._making = threading.Lock()  # held while a file is made, which takes its time
+        self._copies: dict[str, _Copy] = {}
+        self._number = 0
+
+    def adopt(self) -> None:
+        """Take over the whole copies that an earlier life has left; all else is removed."""
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        names = sorted(os.listdir(self._folder))
+        for name in names:
+            path = os.path.join(self._folder, name)
+            copy = _adopted(path) if name.endswith(SUFFIX) else None
+            if copy is not None:
+                self._copies[path] = copy
+        kept = {*self._copies, *(path + OFFER_SUFFIX for path in self._copies)}
+        for path in (os.path.join(self._folder, name) for name in names):
+            if path not in kept:
+                _unlink(path)
+        numbers = [name.split(".")[1] for name in names if name.count(".") >= 2]
+        self._number = max((int(n) + 1 for n in numbers if n.isdecimal()), default=0)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the copies take."""
+        with self._lock:
+            return sum(copy.file_bytes for copy in self._copies.values())
+
+    def infos(self, node_id: str) -> tuple[SlotInfo, ...]:
+        """The whole copies."""
+        with self._lock:
+            found = [(c, c.offer) for c in self._copies.values() if c.whole]
+        return tuple(_info(copy, offer, node_id) for copy, offer in found if offer is not None)
+
+    def find(self, place: Place) -> tuple[Slot, Offer] | None:
+        """The whole copy of this shard, or None."""
+        with self._lock:
+            for copy in self._copies.values():
+                if copy.whole and copy.offer is not None and copy.offer.place == place:
+                    return copy.slot, copy.offer
+        return None
+
+    def begin(self, offer: Offer, peer: str, *, wanted: bool = False) -> Arriving:
+        """Prepare for a shard; blocks while memory is reserved, about 0.35 s/GiB.
+
+        wanted: we have asked for it, so it need not be the newest. Raises PeerRefusedError if a
+        newer copy of that rank is here or one is arriving, BudgetError if there is no room.
+        """
+        with self._making:
+            with self._lock:
+                known = self._known(offer)
+                if known is None:
+                    self._check(offer, peer, wanted)
+                    known = self._reused(offer, PER_RANK + wanted)
+            copy = known or self._made(offer)
+            if not copy.whole:
+                self._prefill(copy, offer)
+        return Arriving(self, copy, offer)
+
+    def complete(self, copy: _Copy) -> None:
+        """The copy is whole; called by Arriving. Raises CorruptShardError if it had to go."""
+        with self._lock:
+            if copy.whole:
+                return
+            offer, slot = copy.offer, copy.slot
+            if self._copies.get(slot.path) is not copy or offer is None:
+                raise CorruptShardError(file=slot.path, reason="its memory was needed")
+            slot.set_extras(bytes(copy.extras))
+            slot.commit()
+            _write(slot.path + OFFER_SUFFIX, json.dumps(offer.body()).encode())
+            copy.whole, copy.busy = True, False
+            copy.have.clear()
+            copy.extras = bytearray()
+
+    def shrink(self, limit_bytes: int) -> int:
+        """Give up copies until they take no more; how many whole ones went.
+
+        First what is not the newest of its rank, then the oldest.
+        """
+        with self._lock:
+            used = sum(copy.file_bytes for copy in self._copies.values())
+            gone = 0
+            for copy in sorted(self._copies.values(), key=self._worth):
+                if used <= limit_bytes:
+                    break
+                used -= copy.file_bytes
+                gone += copy.whole
+                self._remove(copy)
+            return gone
+
+    # ---- under the lock ----
+
+    def _of_rank(self, rank: int) -> list[_Copy]:
+        return [copy for copy in self._copies.values() if copy.rank == rank]
+
+    def _newest(self, rank: int) -> _Copy | None:
+        whole = [copy for copy in self._of_rank(rank) if copy.whole and copy.offer]
+        return max(whole, key=_order, default=None)
+
+    def _worth(self, copy: _Copy) -> tuple[bool, Place]:
+        return self._newest(copy.rank) is copy, _order(copy)
+
+    def _known(self, offer: Offer) -> _Copy | None:
+        """A copy of just this, whole or to be gone on with."""
+        for copy in self._of_rank(offer.rank):
+            if copy.offer is None or copy.busy or copy.offer.place != offer.place:
+                continue
+            if copy.whole or copy.offer == offer:
+                copy.busy = not copy.whole
+                return copy
+        return None
+
+    def _check(self, offer: Offer, peer: str, wanted: bool) -> None:
+        newest = self._newest(offer.rank)
+        if any(copy.busy for copy in self._of_rank(offer.rank)) and not wanted:
+            reason = f"another copy of rank {offer.rank} is arriving"
+            raise PeerRefusedError(peer=peer, reason=reason)
+        if newest is not None and newest.offer and not wanted and offer.place < newest.offer.place:
+            there = f"step {newest.offer.step} of generation {newest.offer.generation}"
+            raise PeerRefusedError(peer=peer, reason=f"{there} of rank {offer.rank} is here")
+
+    def _reused(self, offer: Offer, most: int) -> _Copy | None:
+        """A file that may be overwritten, begun anew; surplus ones of another size go."""
+        newest = self._newest(offer.rank)
+        spare = [c for c in self._of_rank(offer.rank) if c is not newest and not c.busy]
+        spare.sort(key=_order)
+        fits = [c for c in spare if _fits(c.slot, offer)]
+        if fits:
+            self._begin(fits[0], offer)
+            return fits[0]
+        while spare and len(self._of_rank(offer.rank)) >= most:
+            self._remove(spare.pop(0))
+        return None
+
+    def _begin(self, copy: _Copy, offer: Offer) -> None:
+        copy.whole, copy.busy, copy.offer = False, True, offer
+        copy.extras = bytearray(offer.extras_bytes)
+        copy.have.clear()
+        _unlink(copy.slot.path + OFFER_SUFFIX)
+        copy.slot.begin(offer.generation, offer.step, offer.rank, offer.world)
+
+    def _remove(self, copy: _Copy) -> None:
+        """Whoever still reads or fills it has its memory until then."""
+        del self._copies[copy.slot.path]
+        _unlink(copy.slot.path + OFFER_SUFFIX)
+        _unlink(copy.slot.path)
+
+    # ---- outside of it ----
+
+    def _made(self, offer: Offer) -> _Copy:
+        capacity = MIN_EXTRAS_BYTES
+        while capacity < 2 * offer.extras_bytes:
+            capacity *= 2
+        size = slot_file_bytes(offer.image_bytes, capacity)
+        needed, room = self.used_bytes + size, self._room()
+        what = f"a copy of rank {offer.rank}'s snapshot"
+        if needed > room:
+            raise BudgetError(what=what, needed_bytes=needed, budget_bytes=max(0, room))
+        path = os.path.join(self._folder, f"rank-{offer.rank:05d}.{self._number}{SUFFIX}")
+        self._number += 1
+        try:
+            create_slot(path, offer.image_bytes, capacity)
+            copy = _Copy(offer.rank, Slot.open(path), size)
+        except OSError as error:
+            what = f"{what} on tmpfs ({error.strerror})"
+            raise BudgetError(what=what, needed_bytes=needed, budget_bytes=room) from error
+        with self._lock:
+            self._begin(copy, offer)
+            self._copies[path] = copy
+        return copy
+
+    def _prefill(self, copy: _Copy, offer: Offer) -> None:
+        """What has not changed since the newest whole copy is taken from there."""
+        if copy.have:
+            return  # it is gone on with
+        if not offer.extras_bytes:
+            copy.have.add(offer.extras_chunk)
+        with self._lock:
+            newest = self._newest(offer.rank)
+        old = newest.offer if newest else None
+        if newest is None or old is None:
+            return
+        if (old.image_bytes, old.chunk_bytes) != (offer.image_bytes, offer.chunk_bytes):
+            return
+        for number, sums in enumerate(zip(old.checksums, offer.checksums, strict=True)):
+            begin, end = offer.chunk_range(number)
+            if sums[0] == sums[1] and checksum(newest.slot.image[begin:end]) == sums[1]:
+                copy.slot.image[begin:end] = newest.slot.image[begin:end]
+                copy.have.add(number)
+
+
+def _order(copy: _Copy) -> Place:
+    return copy.offer.place if copy.offer else Place(0, 0, 0, 0)
+
+
+def _fits(slot: Slot, offer: Offer) -> bool:
+    header = slot.info()
+    return header.image_bytes == offer.image_bytes and header.extras_capacity >= offer.extras_bytes
+
+
+def _adopted(path: str) -> _Copy | None:
+    try:
+        slot = Slot.open(path)
+        header = slot.info()
+        body = decode(Kind.OFFER, read_file(path + OFFER_SUFFIX, MAX_JSON_BYTES), path)
+        offer = parse_offer(body, path)
+    except (OSError, CorruptShardError, PeerError):
+        return None
+    place = Place(header.generation, header.step, header.rank, header.world)
+    if not header.complete or place != offer.place or header.image_bytes != offer.image_bytes:
+        return None
+    return _Copy(offer.rank, slot, os.stat(path).st_size, offer=offer, whole=True)
+
+
+def _info(copy: _Copy, offer: Offer, node_id: str) -> SlotInfo:
+    return SlotInfo(
+        path=copy.slot.path,
+        worker_id=f"rank-{offer.rank}",
+        node_id=node_id,
+        generation=offer.generation,
+        step=offer.step,
+        rank=offer.rank,
+        world=offer.world,
+        image_bytes=offer.image_bytes,
+        pinned=False,
+        chunk_bytes=offer.chunk_bytes,
+        checksums=offer.checksums,
+        extras_bytes=offer.extras_bytes,
+        extras_checksum=offer.extras_checksum,
+    )
+
+
+def _write(path: str, data: bytes) -> None:
+    """On tmpfs there is nothing to sync; the rename makes it whole or absent."""
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(data)
+    os.rename(f"{path}.tmp", path)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass  # it is not there, or no file: then nobody counts it

@@ -1,0 +1,185 @@
+"""Copies of other nodes' snapshots: whole or none, the newest never at stake, within the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from peer_nodes import content_of, offer_of
+
+from relit_platform.errors import BudgetError, PeerRefusedError
+from relit_platform.node.peer_copies import MIN_EXTRAS_BYTES, Arriving, PeerCopies
+from relit_platform.node.peer_protocol import Offer
+from relit_platform.node.slots import Slot, slot_file_bytes
+from relit_storage.errors import CorruptShardError
+
+SIZE = slot_file_bytes(len(content_of(0)), MIN_EXTRAS_BYTES)
+ROOM = 10 * SIZE
+
+
+@pytest.fixture
+def copies(tmpfs: Path) -> PeerCopies:
+    made = PeerCopies(str(tmpfs / "peers"), lambda: ROOM)
+    made.adopt()
+    return made
+
+
+def put(arriving: Arriving, number: int, damage: bool = False) -> None:
+    """One chunk arrives."""
+    offer = arriving.offer
+    begin, end = offer.chunk_range(number)
+    step = offer.step
+    whole = content_of(step) if number < offer.extras_chunk else b'{"step": %d}' % step
+    arriving.room(number)[:] = whole[begin:end]
+    if damage:
+        arriving.room(number)[0] ^= 1
+    arriving.filled(number)
+
+
+def receive(copies: PeerCopies, offer: Offer, *, wanted: bool = False) -> str:
+    arriving = copies.begin(offer, "p", wanted=wanted)
+    for number in arriving.missing:
+        put(arriving, number)
+    path = arriving.finish()
+    arriving.stop()
+    return path
+
+
+def held(copies: PeerCopies) -> list[tuple[int, int, int]]:
+    return sorted((i.rank, i.generation, i.step) for i in copies.infos("n"))
+
+
+def test_a_copy_is_a_slot_like_any_other(copies: PeerCopies) -> None:
+    path = receive(copies, offer_of(7, rank=1))
+    slot = Slot.open(path)
+    assert bytes(slot.image) == content_of(7) and slot.read_extras() == b'{"step": 7}'
+    header = slot.info()
+    assert (header.step, header.generation, header.rank, header.world) == (7, 1, 1, 2)
+    [info] = copies.infos("n2")
+    assert (info.path, info.node_id, info.checksums) == (path, "n2", offer_of(7).checksums)
+
+
+def test_the_newest_whole_copy_is_never_overwritten(copies: PeerCopies) -> None:
+    for step in range(1, 6):
+        before = held(copies)[-1:]
+        arriving = copies.begin(offer_of(step), "p")
+        assert before == held(copies)[-1:], "as long as the next one is not whole"
+        for number in arriving.missing:
+            put(arriving, number)
+        arriving.finish()
+    assert held(copies) == [(0, 1, 4), (0, 1, 5)] and copies.used_bytes == 2 * SIZE
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_an_older_one_is_not_taken(copies: PeerCopies, generation: int) -> None:
+    receive(copies, offer_of(5, generation=2))
+    with pytest.raises(PeerRefusedError, match="step 5 of generation 2 of rank 0 is here"):
+        copies.begin(offer_of(4 if generation == 2 else 9, generation=generation), "p")
+    receive(copies, offer_of(4, generation=2), wanted=True)
+    assert held(copies) == [(0, 2, 4), (0, 2, 5)], "unless a restore asks for it"
+
+
+def test_the_same_again_needs_nothing(copies: PeerCopies) -> None:
+    receive(copies, offer_of(5))
+    again = copies.begin(offer_of(5), "p")
+    assert again.missing == [] and again.finish().endswith(".slot")
+
+
+def test_what_was_cut_short_is_gone_on_with(copies: PeerCopies) -> None:
+    first = copies.begin(offer_of(5), "p")
+    for number in (0, 3, 6):
+        put(first, number)
+    with pytest.raises(PeerRefusedError, match="is arriving"):
+        copies.begin(offer_of(6), "p")
+    first.stop()
+    again = copies.begin(offer_of(5), "p")
+    assert again.missing == [1, 2, 4, 5] and held(copies) == []
+    for number in again.missing:
+        put(again, number)
+    assert bytes(Slot.open(again.finish()).image) == content_of(5)
+
+
+def test_a_newer_one_takes_the_place_of_one_that_was_cut_short(copies: PeerCopies) -> None:
+    receive(copies, offer_of(4))
+    cut_short = copies.begin(offer_of(5), "p")
+    put(cut_short, 0)
+    cut_short.stop()
+    receive(copies, offer_of(6))
+    assert held(copies) == [(0, 1, 4), (0, 1, 6)] and copies.used_bytes == 2 * SIZE
+
+
+def test_what_has_not_changed_is_not_asked_for(copies: PeerCopies) -> None:
+    receive(copies, offer_of(4))
+    arriving = copies.begin(offer_of(5), "p")
+    frozen = [a == b for a, b in zip(offer_of(4).checksums, offer_of(5).checksums, strict=True)]
+    assert arriving.missing == [n for n, same in enumerate([*frozen, False]) if not same]
+    for number in arriving.missing:
+        put(arriving, number)
+    assert bytes(Slot.open(arriving.finish()).image) == content_of(5)
+
+
+@pytest.mark.parametrize("number", [0, 5, 6])
+def test_a_chunk_that_is_damaged_does_not_count(copies: PeerCopies, number: int) -> None:
+    arriving = copies.begin(offer_of(5), "p")
+    with pytest.raises(CorruptShardError, match=f"chunk {number} fails its checksum"):
+        put(arriving, number, damage=True)
+    assert number in arriving.missing
+    with pytest.raises(CorruptShardError, match="missing"):
+        arriving.finish()
+
+
+def test_over_the_budget_is_refused_and_what_is_here_stays(tmpfs: Path) -> None:
+    copies = PeerCopies(str(tmpfs / "peers"), lambda: 2 * SIZE)
+    copies.adopt()
+    receive(copies, offer_of(5, rank=0))
+    receive(copies, offer_of(5, rank=1))
+    for offer in (offer_of(6, rank=0), offer_of(5, rank=2, world=3)):
+        with pytest.raises(BudgetError, match="copy of rank"):
+            copies.begin(offer, "p")
+    assert held(copies) == [(0, 1, 5), (1, 1, 5)]
+
+
+def test_copies_yield_the_older_ones_first(copies: PeerCopies) -> None:
+    for rank, step in [(0, 4), (0, 5), (1, 7), (1, 8)]:
+        receive(copies, offer_of(step, rank=rank))
+    arriving = copies.begin(offer_of(9, rank=1), "p")
+    assert copies.shrink(4 * SIZE) == 0
+    assert copies.shrink(2 * SIZE) == 1 and held(copies) == [(0, 1, 5), (1, 1, 8)]
+    for number in arriving.missing:
+        put(arriving, number)
+    with pytest.raises(CorruptShardError, match="memory was needed"):
+        arriving.finish()
+    assert copies.shrink(SIZE) == 1 and held(copies) == [(1, 1, 8)]
+    assert copies.shrink(0) == 1 and copies.used_bytes == 0
+
+
+def test_another_life_takes_over_what_is_whole(copies: PeerCopies, tmpfs: Path) -> None:
+    kept = receive(copies, offer_of(5, rank=0))
+    receive(copies, offer_of(5, rank=1))
+    cut_short = copies.begin(offer_of(6, rank=1), "p")
+    put(cut_short, 0)
+    lost = receive(copies, offer_of(5, rank=2, world=3))
+    Path(lost + ".offer").write_bytes(b"{}")
+    (tmpfs / "peers" / "folder.slot").mkdir()
+    again = PeerCopies(str(tmpfs / "peers"), lambda: ROOM)
+    again.adopt()
+    assert held(again) == [(0, 1, 5), (1, 1, 5)] and again.used_bytes == 2 * SIZE
+    assert again.find(offer_of(5).place) is not None and Path(kept).exists()
+    names = {path.name for path in (tmpfs / "peers").iterdir()}
+    assert len(names) == 5, f"two slots, two offers, and a folder that is no copy: {names}"
+    receive(again, offer_of(7, rank=0))
+    assert held(again) == [(0, 1, 5), (0, 1, 7), (1, 1, 5)]
+
+
+def test_a_snapshot_of_another_size_takes_another_file(copies: PeerCopies) -> None:
+    receive(copies, offer_of(5))
+    content = content_of(6) + b"more"
+    other = Offer.of(offer_of(6).place, memoryview(content), b"{}", 4096)
+    arriving = copies.begin(other, "p")
+    for number in arriving.missing:
+        begin, end = other.chunk_range(number)
+        arriving.room(number)[:] = (content if number < other.extras_chunk else b"{}")[begin:end]
+        arriving.filled(number)
+    arriving.finish()
+    receive(copies, offer_of(7))
+    assert held(copies) == [(0, 1, 6), (0, 1, 7)]
