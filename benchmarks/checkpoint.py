@@ -4,13 +4,17 @@
 
 The state is GPT-2's with AdamW: 12 layers make 592 tensors, 1.49 GB. One process trains; every
 round takes one checkpoint by each method, in rotating order, so that a busy machine hurts all
-alike. Ours is the path of a real run: a Snapshotter's copy into the agent's slot, and the persist
-and publish of a NodeKeeper in a process of its own. Two loops: `host` is many tiny operations
-under Python's lock, as a process that feeds a GPU has, `cpu` keeps both cores busy.
+alike. Ours is the path of a real run: a Snapshotter's copy into the agent's slot, made beside the
+loop, and the persist and publish of a NodeKeeper in a process of its own. Two loops: `host` is many
+tiny operations under Python's lock, as a process that feeds a GPU has, `cpu` keeps both cores busy.
+Both are one forward and backward pass of STEP_S seconds after another; at the end of each ours
+settles, that is, waits for what is left of the copy, as run.backward does. The snapshots that a run
+copies at the boundary to look whether the state stands still (1, 2, 4, 8, ...) are the row `look`.
 
-    stall    seconds that the loop stands still
+    stall    seconds that the loop stands still: at the boundary, and when it settles
     durable  seconds from the call until file, directory and manifest are synced
-    lost     stall + iterations not done until it is durable, in seconds of undisturbed work
+    lost     stall + iterations not done until it is durable, in seconds of undisturbed work:
+             durable - iterations done / their undisturbed rate
     cpu      CPU seconds of all processes concerned, less those of the loop itself
 
 Figures are medians over the rounds; rows go to stdout, what each method took to stderr. PyTorch's
@@ -49,13 +53,17 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from relit_platform.facts import ShardPersisted
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.run_config import CheckpointConfig
+from relit_platform.worker.ownership import owned
 from relit_platform.worker.snapshot import Snapshotter
+from relit_storage.checkpoint.image import TensorSpec
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.stores.local import LocalStore
 
 RUN_ID = f"bench-ckpt-{os.getpid()}"
 TICKS = os.sysconf("SC_CLK_TCK")
 PART_BYTES = 16 << 20
+STEP_S = 0.5  # of one forward and backward pass; GPT-2's on a GPU
+LOOKS = 8  # the next look after this many snapshots is the 16th
 TUNED = ("dcp thread", "dcp process")
 ASYNC = ("dcp default", *TUNED)
 Done = Callable[[], bool]
@@ -72,8 +80,8 @@ class Taken:
     cpu: float
 
 
-def gpt2_state(layers: int) -> dict[str, Tensor]:
-    """Parameters, and AdamW's two moments and step of each; float32, on the CPU."""
+def gpt2_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Parameters, and AdamW's two moments and step of each."""
     wide = {"attn.weight": (2304, 768), "attn.bias": (2304,), "proj.weight": (768, 768)}
     wide |= {"proj.bias": (768,), "fc.weight": (3072, 768), "fc.bias": (3072,)}
     wide |= {"out.weight": (768, 3072), "out.bias": (768,)}
@@ -81,12 +89,17 @@ def gpt2_state(layers: int) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"wte": (50257, 768), "wpe": (1024, 768)}
     shapes |= {f"ln_f.{part}": (768,) for part in ("weight", "bias")}
     shapes |= {f"h.{n}.{name}": shape for n in range(layers) for name, shape in wide.items()}
-    torch.manual_seed(0)
-    state = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    state = {f"model.{name}": shape for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        state |= {f"optim.{name}.{part}": torch.randn(shape) for part in ("exp_avg", "exp_avg_sq")}
-        state[f"optim.{name}.step"] = torch.tensor(1.0)
+        state |= {f"optim.{name}.{part}": shape for part in ("exp_avg", "exp_avg_sq")}
+        state[f"optim.{name}.step"] = ()
     return state
+
+
+def gpt2_state(layers: int) -> dict[str, Tensor]:
+    """Such a state; float32, on the CPU."""
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in gpt2_shapes(layers).items()}
 
 
 def _agent(folder: str, pipe: Any) -> None:
@@ -128,27 +141,51 @@ class Ours:
         self._worker = f"bench-{os.getpid()}"
         self._call("hello", self._worker, os.getpid(), 1)
         self._snapshotter = Snapshotter(
-            self._worker, lambda *slots: self._call("open_slots", self._worker, *slots)
+            self._worker,
+            lambda *slots: self._call("open_slots", self._worker, *slots),
+            staging="overlap",
         )
         self._state = state
+        self._still = frozenset(state)
         self._step = 0
 
     def save(self, folder: str) -> Done:
         """One snapshot, and its persist in the agent's process."""
         del folder  # the agent's own
-        path = self.snapshot()
-        self._snapshotter.pin(path)
-        self._pipe.send(("persist", (self._worker, path, self._step, 1)))
+        self.snapshot(self._still, self._persist)
         return lambda: bool(self._pipe.poll()) and self._pipe.recv() == ("durable", self._step)
 
-    def snapshot(self) -> str:
-        """Into shared memory alone; the slot's path."""
+    def settle(self) -> None:
+        """At the end of a backward pass."""
+        outcome = self._snapshotter.settle()
+        assert outcome is None or outcome.path, outcome
+        assert not self._snapshotter.moving, self._snapshotter.moving
+
+    def snapshot(
+        self, still: frozenset[str] = frozenset(), whole: Callable[[str], object] = len
+    ) -> None:
+        """Into shared memory; `still` beside the loop."""
         self._step += 1
         taken = self._snapshotter.take(
-            step=self._step, generation=1, rank=0, world=1, tensors=self._state, extras={}
+            step=self._step,
+            generation=1,
+            rank=0,
+            world=1,
+            tensors=self._state,
+            extras={},
+            still=still,
+            on_whole=whole,
         )
         assert taken.path is not None, taken.reason
-        return taken.path
+
+    def look(self) -> None:
+        """A snapshot and its end; the 1st, 2nd, 4th and 8th are copied at once and compared."""
+        self.snapshot(self._still)
+        self.settle()
+
+    def _persist(self, path: str) -> None:
+        self._snapshotter.pin(path)
+        self._pipe.send(("persist", (self._worker, path, self._step, 1)))
 
     def close(self) -> None:
         """End the agent; its files go."""
@@ -229,7 +266,12 @@ def cpu_s() -> float:
     return total
 
 
-def take(save: Callable[[str], Done], folder: str, iterate: Callable[[], object]) -> Taken:
+def take(
+    save: Callable[[str], Done],
+    folder: str,
+    iterate: Callable[[], object],
+    settle: Callable[[], object] = lambda: None,
+) -> Taken:
     """One checkpoint while the loop goes on."""
     shutil.rmtree(folder, ignore_errors=True)
     os.sync()
@@ -238,12 +280,20 @@ def take(save: Callable[[str], Done], folder: str, iterate: Callable[[], object]
     done = save(folder)
     stall = time.perf_counter() - began_s
     count, loop_cpu = 0, time.thread_time()
+    step_end_s = time.perf_counter() + STEP_S
     while not done():
         iterate()
         count += 1
+        now_s = time.perf_counter()
+        if now_s >= step_end_s:
+            settle()
+            waited_s = time.perf_counter() - now_s
+            stall += waited_s
+            step_end_s = now_s + waited_s + STEP_S
     loop_cpu = time.thread_time() - loop_cpu
     durable = time.perf_counter() - began_s
-    lost = stall + max(0.0, durable - stall - count / undisturbed)
+    settle()
+    lost = max(stall, durable - count / undisturbed)
     return Taken(stall, durable, lost, max(0.0, cpu_s() - cpu - loop_cpu))
 
 
@@ -282,10 +332,16 @@ def measure(folder: str, loop: str, rounds: int, layers: int) -> tuple[dict[str,
     taken: dict[str, list[Taken]] = defaultdict(list)
     floors: dict[str, list[float]] = defaultdict(list)
     try:
+        for number in range(1, LOOKS + 1):
+            began_s = time.perf_counter()
+            ours.look()
+            if number & (number - 1) == 0:
+                floors["look"].append(time.perf_counter() - began_s)
         for number in range(rounds + 1):
             names = list(methods)
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                result = take(methods[name], f"{folder}/peer", iterate)
+                settle = ours.settle if name == "ours" else lambda: None
+                result = take(methods[name], f"{folder}/peer", iterate, settle)
                 if number:  # the first of each is to warm up
                     taken[name].append(result)
             floors["write"].append(direct_write_s(f"{folder}/floor", state))
@@ -327,14 +383,34 @@ def table_rows(loop: str, took: dict[str, Taken], floors: Row) -> list[Row]:
         }
 
     return [
-        row("stall_vs_dcp_default", ours.stall, best(("dcp default",), "stall"), None),
-        row("stall_vs_dcp_tuned", ours.stall, best(TUNED, "stall"), None),
+        row("stall_vs_dcp_default", ours.stall, best(("dcp default",), "stall"), 15.0),
+        row("stall_vs_dcp_tuned", ours.stall, best(TUNED, "stall"), 4.0),
         row("snapshot_vs_copy", floors["snapshot"], (floors["copy"], "a plain copy"), 1 / 1.2),
+        row("look_vs_copy", floors["look"], (floors["copy"], "a plain copy"), None),
         row("lost_vs_best_peer", ours.lost, best(ASYNC, "lost"), 4 / 3 if loop == "host" else 2.0),
         row("durable_vs_best_peer", ours.durable, best(ASYNC, "durable"), 2.0),
         row("durable_vs_direct_write", ours.durable, (floors["write"], "direct I/O"), 0.8),
         row("save_cpu_vs_best_peer", ours.cpu, best(ASYNC, "cpu"), 4.0),
     ]
+
+
+def share_row() -> Row:
+    """Bytes that each of two ranks stages of a replicated state, against one rank alone."""
+    shapes = gpt2_shapes(12)
+    specs = [TensorSpec(name, "F32", shape) for name, shape in shapes.items()]
+    shares = [sum(spec.num_bytes for spec in owned(specs, rank, 2)) for rank in range(2)]
+    whole = sum(spec.num_bytes for spec in specs)
+    return {
+        "name": "staged_bytes_of_two_ranks",
+        "ours": max(shares),
+        "peer": whole,
+        "peer_name": "one rank's",
+        "ratio": round(whole / max(shares), 3),
+        "floor": round(1 / 0.55, 3),
+        "unit": "bytes",
+        "command": "python benchmarks/checkpoint.py",
+        "machine": machine(),
+    }
 
 
 def machine() -> str:
@@ -353,7 +429,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="relit-bench-") as folder:
         init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-        table = []
+        table = [share_row()]
         for loop in ("host", "cpu"):
             took, floors = measure(folder, loop, options.rounds, options.layers)
             table += table_rows(loop, took, floors)

@@ -26,6 +26,7 @@ from relit_platform.control.object_tier import ObjectTier
 from relit_platform.facts import (
     Assignment,
     Dismissed,
+    Endpoint,
     Fact,
     FaultReport,
     Heartbeat,
@@ -72,6 +73,9 @@ class OneNode:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._keeper.publish(step, generation, manifest)
 
+    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
+        self._keeper.persist(worker_id, path, step, generation)
+
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         self._keeper.upload(step, generation, ranks)
 
@@ -83,6 +87,12 @@ class OneNode:
 
     def set_stop(self, node_id: str, number: int) -> None:
         self._keeper.set_stop(number)
+
+    def listen(self, node_id: str, secret: bytes, epoch: int) -> Endpoint:
+        return self._keeper.peers.listen(secret, epoch)
+
+    def set_peer(self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int) -> None:
+        self._keeper.peers.set_peer(peer, endpoint, epoch)
 
 
 class Life:
@@ -158,8 +168,13 @@ class Resumed:
     refusals: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save(root: Path, steps: Sequence[int] = STEPS) -> None:
-    """The first life: each step on disk, each second one in the object tier, then the end."""
+def save(
+    root: Path, steps: Sequence[int] = STEPS, held: Sequence[int] = (), rescue: bool = False
+) -> None:
+    """The first life: each step on disk, each second one in the object tier, then the end.
+
+    held: later steps that come into memory only. rescue: they are saved before all ends.
+    """
     life = Life(root, epoch=1)
     node = Node.__new__(Node)  # only its child processes: the keeper wants pids it may end
     node.children = []
@@ -172,6 +187,15 @@ def save(root: Path, steps: Sequence[int] = STEPS) -> None:
         life.join(*(request(f"w{rank}") for rank in range(WORLD)))
         for step in steps:
             _save_step(life, snapshotters, step)
+        for step in held:
+            _snapshot(snapshotters, step)
+        for child in node.children:  # a slot outlives its rank
+            child.kill()
+            child.communicate()
+        if rescue:
+            reason = life.coordinator.rescue()
+            assert f"step {max(held)} is whole" in reason, reason
+            life.settle(lambda: not life.coordinator.status()["saving"])
     finally:
         for child in node.children:
             child.kill()
@@ -184,6 +208,18 @@ def _opener(keeper: NodeKeeper, name: str) -> Callable[[int, int, int], Sequence
 
 
 def _save_step(life: Life, snapshotters: Sequence[Snapshotter], step: int) -> None:
+    for rank, path in enumerate(_snapshot(snapshotters, step)):
+        snapshotters[rank].pin(path)
+        life.coordinator.persisting(step, 1, rank, WORLD)
+        life.keeper.persist(f"w{rank}", path, step, 1)
+    life.settle(lambda: life.committed("disk") == step)
+    if step % 20 == 0:
+        life.settle(lambda: life.committed("object") == step)
+
+
+def _snapshot(snapshotters: Sequence[Snapshotter], step: int) -> list[str]:
+    """Every rank's share in shared memory; the slots' paths."""
+    paths = []
     for rank, snapshotter in enumerate(snapshotters):
         taken = snapshotter.take(
             step=step,
@@ -194,12 +230,8 @@ def _save_step(life: Life, snapshotters: Sequence[Snapshotter], step: int) -> No
             extras={"step": step, "rank": rank},
         )
         assert taken.path is not None, taken.reason
-        snapshotter.pin(taken.path)
-        life.coordinator.persisting(step, 1, rank, WORLD)
-        life.keeper.persist(f"w{rank}", taken.path, step, 1)
-    life.settle(lambda: life.committed("disk") == step)
-    if step % 20 == 0:
-        life.settle(lambda: life.committed("object") == step)
+        paths.append(taken.path)
+    return paths
 
 
 def resume(root: Path, history: RunHistory | None = None) -> Resumed:

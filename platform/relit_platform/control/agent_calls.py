@@ -51,9 +51,7 @@ class RayAgents:
         """See AgentPort.publish."""
         self._call(node_id, WRITE_TIMEOUT_S, "publish", step, generation, manifest)
 
-    def persist(
-        self, node_id: str, worker_id: str, path: str, step: int, generation: int
-    ) -> None:
+    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
         """See AgentPort.persist."""
         # Asked for when ranks have died: nothing may hold it back.
         self._call(node_id, CALL_TIMEOUT_S, "persist", worker_id, path, step, generation, True)
@@ -71,9 +69,7 @@ class RayAgents:
         host, port = self._call(node_id, CALL_TIMEOUT_S, "listen", secret, epoch)
         return str(host), int(port)
 
-    def set_peer(
-        self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int
-    ) -> None:
+    def set_peer(self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int) -> None:
         """See AgentPort.set_peer."""
         self._call(node_id, CALL_TIMEOUT_S, "set_peer", peer, endpoint, epoch)
 

@@ -5,9 +5,9 @@ not written down yet. Ranks long-poll `join`; agents send `fact`; the supervisor
 decision is taken under the lock in microseconds; everything slow runs in the background and
 comes back as an event, so a join is answered the moment the last place is filled.
 
-    rank        join, lost, persisting, rows, finished, user_error
+    rank        join, lost, persisting, rows, spacing, finished, user_error
     agent       fact(ShardPersisted | ShardUploaded | ShardFailed | WorkerExited | Fact)
-    supervisor  start_epoch, drain, status, request_stop
+    supervisor  start_epoch, drain, status, request_stop, rescue
 
 A coordinator that is created anew knows nothing until start_epoch: then it learns its generation
 from the agents' fences, the members' heartbeats, the commit log and the run directory, and its
@@ -21,12 +21,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from relit_platform.control.cadence_desk import CadenceDesk
 from relit_platform.control.checkpoint_desk import CheckpointDesk
 from relit_platform.control.generation_desk import GenerationDesk
 from relit_platform.control.journal import Journal
+from relit_platform.control.peer_desk import PeerDesk
 from relit_platform.control.planning import Answer, Planner
 from relit_platform.control.ports import AgentError, AgentPort, BackgroundPort, ObjectPort
 from relit_platform.control.rebuild import Found, Patience, checkpoints, gather
+from relit_platform.control.rescue import Rescuer
 from relit_platform.control.row_book import metric_values
 from relit_platform.control.status import make_status
 from relit_platform.errors import PlatformError
@@ -106,11 +109,26 @@ class Coordinator:
             say=self._note,
             clock=clock,
         )
+        self._cadence = CadenceDesk(
+            config=config, journal=self._journal, space=self._saves.space_object, clock=clock
+        )
+        self._journal.heard = self._cadence.heard
         self._members = GenerationDesk(
             config=config,
             journal=self._journal,
             checkpoints=self._saves,
             plan=self._plan,
+            clock=clock,
+        )
+        self._rescuer = Rescuer(
+            agents=agents, saves=self._saves, lock=self._changed, say=self._note, clock=clock
+        )
+        self._peers = PeerDesk(
+            config=config,
+            agents=agents,
+            background=background,
+            epoch=lambda: self._members.state.epoch,
+            say=self._say,
             clock=clock,
         )
         self._planner = Planner(
@@ -119,6 +137,7 @@ class Coordinator:
             objects=objects,
             background=background,
             answer=self._planned,
+            listen=self._peers.listen,
             clock=clock,
         )
 
@@ -145,6 +164,8 @@ class Coordinator:
                 self._members.begin_epoch(epoch, found, history)
                 self._saves.begin_epoch(epoch, self._members.state.lineage)
                 self._saves.measured(history.metrics.items())
+                self._cadence.remember(history)
+                self._peers.soon()
                 self._adopt(found)
                 if not self._members.state.unfinished():
                     self._saves.feed(Finishing())
@@ -169,7 +190,12 @@ class Coordinator:
         with self._changed:
             members = self._members
             return make_status(
-                self._config, members.state, self._saves.book, self._journal, members.budget
+                self._config,
+                members.state,
+                self._saves.book,
+                self._journal,
+                members.budget,
+                self._cadence.status(),
             )
 
     def request_stop(self, reason: str) -> None:
@@ -183,6 +209,10 @@ class Coordinator:
                 return
             self._stop_told_s = now
         self._background.submit(self._set_stop)
+
+    def rescue(self) -> str:
+        """See Rescuer.rescue."""
+        return self._rescuer.rescue()
 
     # ---- the ranks' calls ----
 
@@ -235,7 +265,15 @@ class Coordinator:
             state = self._members.state
             fresh = self._journal.take_rows(batch, state.newest, state.lineage)
             self._saves.measured(metric_values(fresh, self._config.checkpoint.metric))
+            self._cadence.rows(fresh)
             return self._journal.written_row_step if state.epoch else -1
+
+    def spacing(self) -> float:
+        """Seconds between two saves to disk that this run should have; 0: not known, or not asked
+        for. Rank 0 asks every few seconds.
+        """
+        with self._changed:
+            return self._cadence.disk_every_s
 
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> bool:
         """A worker's function has returned. rank -1: it never had a place.
@@ -318,6 +356,7 @@ class Coordinator:
                         self._saves.agent_started()
                         node = str(fact.data.get("node_id"))
                         self._background.submit(partial(self._meet_agent, node))
+                        self._peers.soon()
                     self._journal.outbox.add(fact)
             case _:
                 raise TypeError(f"no fact: {type(fact).__name__}")
@@ -357,6 +396,7 @@ class Coordinator:
         if self._clock() >= self._next_tick_s:
             self._next_tick_s = self._clock() + TICK_S
             self._saves.tick()
+            self._peers.tick()
 
     def _adopt(self, found: Found) -> None:
         for checkpoint, manifest in checkpoints(found):
@@ -382,6 +422,10 @@ class Coordinator:
                 level=note.level,
                 step=note.step,
             )
+
+    def _say(self, kind: str, data: dict[str, Any]) -> None:
+        with self._changed:
+            self._members.say(kind, data)
 
     def _planned(self, answer: Answer) -> None:
         with self._changed:
@@ -411,28 +455,8 @@ class Coordinator:
 
     def _worker_exited(self, fact: WorkerExited) -> None:
         with self._changed:
-            state = self._members.state
-            if fact.worker_id in state.gone:
-                return  # told twice
-            rank = state.rank_of(fact.worker_id)
-            if rank is None and fact.rank >= 0 and state.newest in (0, fact.generation):
-                rank = fact.rank  # a manager that was re-created does not know the holders yet
-            done = state.phase is Phase.DONE or rank in state.finished
-            self._journal.note_completed(fact.last_step if rank is not None else 0)
-            data = {
-                "worker_id": fact.worker_id,
-                "node_id": fact.node_id,
-                "pid": fact.pid,
-                "at_s": fact.at_s,
-                "rank": rank,
-                "last_step": fact.last_step,
-                "last_phase": fact.last_phase,
-                "expected": done,
-            }
-            level = "info" if done or rank is None else "warning"
-            self._members.say("worker.exited", self._members.with_marks(data), level)
-            self._members.learn(fact.generation)
-            self._feed(WorkerGone(worker_id=fact.worker_id))
+            if self._members.exited(fact):
+                self._feed(WorkerGone(worker_id=fact.worker_id))
 
     def _meet_agent(self, node: str) -> None:
         """An agent came (back): its disk may hold steps that nobody has told this manager."""

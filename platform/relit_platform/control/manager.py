@@ -78,6 +78,10 @@ class CheckpointManager:
         """See Coordinator.rows."""
         return self._coordinator.rows(batch)
 
+    def spacing(self) -> float:
+        """See Coordinator.spacing."""
+        return self._coordinator.spacing()
+
     def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
         """See Coordinator.finished. Waits for the epoch to be known; TimeoutError if it is not."""
         deadline_s = time.monotonic() + FINISHED_WAIT_S
@@ -103,6 +107,10 @@ class CheckpointManager:
     def request_stop(self, reason: str) -> None:
         """See Coordinator.request_stop."""
         self._coordinator.request_stop(reason)
+
+    def rescue(self) -> str:
+        """See Coordinator.rescue."""
+        return self._coordinator.rescue()
 
     def drain(self, after: int, written: int | None = None) -> Drained:
         """See Coordinator.drain; its status also has manager_pid."""

@@ -39,9 +39,7 @@ class AgentPort(Protocol):
         """Create the manifest on the node's disk tier, exclusively, synced."""
         ...
 
-    def persist(
-        self, node_id: str, worker_id: str, path: str, step: int, generation: int
-    ) -> None:
+    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
         """Queue a slot for the node's disk, as its rank would; answers come as facts."""
         ...
 
@@ -57,9 +55,7 @@ class AgentPort(Protocol):
         """Have the agent answer those of other nodes that know the secret; where it listens."""
         ...
 
-    def set_peer(
-        self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int
-    ) -> None:
+    def set_peer(self, node_id: str, peer: str, endpoint: Endpoint | None, epoch: int) -> None:
         """Have the agent copy its ranks' snapshots to node `peer`; endpoint None: to none."""
         ...
 

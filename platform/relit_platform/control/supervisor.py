@@ -43,6 +43,7 @@ from relit_storage.stores.prefixed import PrefixedStore
 RUNNING = "RUNNING"
 SUCCEEDED, FAILED, STOPPED = "SUCCEEDED", "FAILED", "STOPPED"
 FINISH_WAIT_S = 120.0
+RESCUE_TIMEOUT_S = 60.0  # of its question to every agent, 5 s for one that does not answer
 ADAPTER = "relit_platform.ray_train.adapter"
 
 
@@ -205,6 +206,8 @@ class RunSupervisor:
 
     def _finish(self, config: RunConfig, manager: ManagerClient, state: str, reason: str) -> None:
         assert self._pump is not None and self._lease is not None
+        if state != SUCCEEDED:  # the agents end with the run, and with them what is in memory
+            manager.link.call("rescue", timeout_s=RESCUE_TIMEOUT_S)
         status = self._settle(manager)
         result = {
             "v": 1,

@@ -27,9 +27,9 @@ import torch
 from relit_platform.errors import CollectiveBrokenError, UsageError
 from relit_platform.facts import FaultReport
 from relit_platform.worker.boundary import BoundaryState
+from relit_platform.worker.cuts import NUM_VOTES
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.gradient_sync import GradientSync
-from relit_platform.worker.pace import NUM_VOTES
 from relit_platform.worker.randomness import reseed
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ class RankContext:
                 weighted = loss * weight
                 (weighted if scaler is None else scaler.scale(weighted)).backward()
             if last:
+                self._recorder.settle(self._member)
                 self._phase("sync", "sync")
                 sync.finish()
                 self._reduced = sync.control.tolist()
@@ -234,6 +235,7 @@ class RankContext:
             raise UsageError(message="run.step was called twice for one step of run.batches.")
         if self._sync is None:
             raise UsageError(message="run.step must be called inside run.batches.")
+        self._recorder.settle(self._member)
         self._recorder.phase("update", self._member.step)
         for update in _updates(optimizer):
             update()
@@ -360,11 +362,13 @@ class RankContext:
     def _recover(self, fault: FaultReport) -> None:
         self._abandoned = True
         assert self._kept is not None
+        self._recorder.settle(self._member)
         self._kept.rollback()
         self._enter(fault)
 
     def _enter(self, fault: FaultReport | None) -> None:
         assert self._sync is not None and self._kept is not None
+        self._recorder.settle(self._member)
         if not self._member.enter(self._objects, self._sync, fault):
             raise StopTraining("nothing left to do")
         self._sync.zero()

@@ -73,6 +73,9 @@ class LocalRecorder:
         self.objects = objects
         flatten(objects)
 
+    def settle(self, member: Any) -> None:
+        """No snapshots here."""
+
     def rejoined(self, member: Any, cursor: Any) -> None:
         """No snapshots here."""
 

@@ -28,7 +28,10 @@ def manager_name(run_id: str) -> str:
 
 
 class ActorLink:
-    """One named actor, looked up again whenever a call meets a dead or missing one."""
+    """One named actor, looked up again whenever a call meets a dead or missing one.
+
+    `send` may be called by a second thread at the same time.
+    """
 
     def __init__(self, find: Callable[[], Any], patience_s: float) -> None:
         self._find = find
@@ -72,9 +75,10 @@ class ActorLink:
             return True, None
 
     def _actor(self) -> Any:
-        if self._handle is None:
-            self._handle = self._find()
-        return self._handle
+        handle = self._handle  # read once: another thread may forget it
+        if handle is None:
+            handle = self._handle = self._find()
+        return handle
 
 
 class ManagerClient:

@@ -4,9 +4,8 @@ Nothing here waits for another process except `finish`, `table` and `artifact`. 
 
     row      kept by every rank, beside each snapshot too, until the supervisor has written it;
              sent by rank 0 in batches a few times a second
-    snapshot into this worker's shared-memory slots, every `memory_every_steps`
-    persist  asked of the node's agent when the disk tier is due (pace.py); the slot is pinned
-             first, so that an agent that is killed in between finds it when it comes back
+    snapshot into this worker's shared-memory slots, every `memory_every_steps` (saving.py)
+    persist  asked of the node's agent when the disk tier is due (pace.py)
 """
 
 from __future__ import annotations
@@ -17,16 +16,19 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from relit_platform.facts import Fact, RowBatch
+from relit_platform.facts import Fact, RestorePlan, RowBatch
 from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.run_config import RunConfig
+from relit_platform.worker.advice import Adviser
+from relit_platform.worker.cuts import split, with_cut_vote
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.manager_client import ActorLink
+from relit_platform.worker.near import near
 from relit_platform.worker.pace import Pace
-from relit_platform.worker.snapshot import Snapshotter
-from relit_platform.worker.state_memo import StateMemo
+from relit_platform.worker.saving import ExtrasText, Saver
 from relit_storage.data.ledger import LedgerRow
 from relit_storage.run.layout import checked_name
 from relit_storage.stores.protocol import ObjectStore
@@ -37,6 +39,7 @@ SHIP_EVERY_S = 0.25
 URGENT_STEPS = 3  # told at once: a recovery is over with the first new step, one or two are redone
 RESEND_S = 5.0  # rows are written some 3 s after they were sent; then they may have been lost
 FINISH_S = 30.0
+FETCH_S = 600.0  # for a shard of another node: 10 GB at 20 MB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +72,13 @@ class Recorder:
         self._config = config
         self._worker_id = worker_id
         self.store = store
-        self._agent = agent
         self.manager = manager
+        self._agent = agent
         self._heartbeat = HeartbeatPage.open(heartbeat_path)
         self._control = ControlPage.open(control_path)
-        self._snapshotter = Snapshotter(
-            worker_id=worker_id,
-            open_slots=lambda count, image, extras: self._agent.call(
-                "open_slots", worker_id, count, image, extras
-            ),
-            release_slots=lambda paths: self._agent.send("release_slots", worker_id, paths),
-        )
-        self._objects: Mapping[str, Any] = {}
-        self._memo = StateMemo()
+        self._saver = Saver(config.checkpoint, worker_id, agent, manager)
         self._pace = Pace(config.checkpoint)
+        self._adviser = Adviser(manager, self._pace.advise) if config.checkpoint.disk_auto else None
         self._rows: deque[_Row] = deque(maxlen=ROWS_KEPT)
         self._shipped_step = 0
         self._shipped_at_s = 0.0
@@ -90,14 +86,18 @@ class Recorder:
         self._asked: Any = None  # a call of `rows` whose answer will say what is written
         self._oldest = (0, 0.0)  # step of the oldest row kept, and since when it is
         self._place = (0, 0)  # rank, generation
-        self._memory_step: int | None = None
-        self._newest_slot = (0, 0, "")  # step, generation and path of the newest snapshot
-        self._on_disk = (0, 0)  # newest step, and its generation, that was asked to be persisted
-        self._skips = 0
-        self.drill: Drill | None = None
         self._data_id = ""
 
     # ---- signs of life ----
+
+    @property
+    def drill(self) -> Drill | None:
+        """The faults that this run was asked to suffer."""
+        return self._saver.drill
+
+    @drill.setter
+    def drill(self, drill: Drill) -> None:
+        self._saver.drill = drill
 
     @property
     def stop_requested(self) -> bool:
@@ -131,7 +131,7 @@ class Recorder:
 
     def bind(self, objects: Mapping[str, Any]) -> None:
         """The registered objects, before the first generation is entered."""
-        self._objects = objects
+        self._saver.bind(objects)
 
     def place(self, rank: int, generation: int, last_row_step: int) -> None:
         """A new generation was entered; rows after last_row_step are sent again by rank 0."""
@@ -144,7 +144,8 @@ class Recorder:
 
     def votes(self) -> tuple[float, ...]:
         """This rank's part of what decides when to save; summed over ranks with each step."""
-        return self._pace.votes(self._place[0])
+        ready = self._control.peered and self._saver.replicated
+        return with_cut_vote(self._pace.votes(self._place[0]), ready)
 
     def completed(
         self,
@@ -178,89 +179,34 @@ class Recorder:
         }
         self._rows.append(_Row.of(row))
         self.phase("snapshot", step)
-        due = self._pace.decide(step, agreed)
+        votes, cut = split(agreed, member.world)
+        due = self._pace.decide(step, votes)
         self._pace.measure(logged)
         if due.before:
-            self._persist_newest(member, step - 1)
-        self._save(member, cursor, step, to_disk=due.this, last=final or stopping)
+            self._saver.persist(member, step - 1)
+        extras = self._extras_of(member, cursor)
+        self._saver.save(member, extras, step, to_disk=due.this, last=final or stopping, cut=cut)
         self._ship(now_s, force=final or stopping or self._urgent > 0)
         self._urgent = max(0, self._urgent - 1)
+        if self._adviser is not None and member.rank == 0:
+            self._adviser.ask(now_s)
         if self.drill is not None:
             self.drill.check(member.rank, step, "boundary")
         self.phase("data", step)
 
-    def rejoined(self, member: Any, cursor: Mapping[str, Any]) -> None:
-        """A generation begins at a boundary that is not the first: put its state into a slot.
+    def settle(self, member: Any) -> None:
+        """Wait until the newest snapshot is whole; see Saver.settle."""
+        self._saver.settle(member)
 
-        A newcomer has none of this step yet. If all ranks died before the next boundary, the
-        newest step that is whole in memory would lie two steps back.
-        """
-        if member.step > 0 and self._config.checkpoint.memory_every_steps > 0:
-            self._snapshot(member, cursor, member.step, drill=None)
+    def rejoined(self, member: Any, cursor: Mapping[str, Any]) -> None:
+        """A generation begins at a boundary that is not the first: put its state into a slot."""
+        self._saver.rejoined(member, self._extras_of(member, cursor))
 
     def save_last(self, member: Any, cursor: Mapping[str, Any]) -> None:
         """Save the last step of all, unless this rank did so in this generation."""
-        if self._on_disk != (member.step, member.generation):
-            self._save(member, cursor, member.step, to_disk=True, last=True)
-
-    def _save(
-        self, member: Any, cursor: Mapping[str, Any], step: int, *, to_disk: bool, last: bool
-    ) -> None:
-        to_disk = to_disk or last
-        if not to_disk and not _due(step, self._config.checkpoint.memory_every_steps):
-            return
-        if self._snapshot(member, cursor, step, drill=self.drill) is not None and to_disk:
-            self._persist_newest(member, step, last=last)
-
-    def _persist_newest(self, member: Any, step: int, *, last: bool = False) -> None:
-        """Ask for the newest snapshot to go to disk, if it is this step's of this generation."""
-        held, generation, path = self._newest_slot
-        place = (step, member.generation)
-        if (held, generation) != place or (self._on_disk == place and not last):
-            return
-        self._snapshotter.pin(path)
-        self.manager.send("persisting", *place, member.rank, member.world, last)
-        self._agent.send("persist", self._worker_id, path, *place)
-        self._on_disk = place
-
-    def _snapshot(
-        self, member: Any, cursor: Mapping[str, Any], step: int, *, drill: Drill | None
-    ) -> str | None:
-        """Into a slot of shared memory: its path, or None if there was no room."""
-        tensors, skeleton = self._memo.flatten(self._objects)
-        extras = self._extras_text(member, cursor, skeleton)
-        rank = member.rank
-        taken = self._snapshotter.take(
-            step=step,
-            generation=member.generation,
-            rank=rank,
-            world=member.world,
-            tensors=tensors,
-            extras=extras,
-            before_commit=(lambda: drill.check(rank, step, "snapshot")) if drill else None,
-        )
-        if taken.path is None:
-            self._skipped(member, step, taken.reason)
-            return None
-        self._memory_step = step
-        self._newest_slot = (step, member.generation, taken.path)
-        return taken.path
-
-    def _skipped(self, member: Any, step: int, reason: str) -> None:
-        self._skips += 1
-        if self._skips & (self._skips - 1) == 0:  # 1, 2, 4, 8, ...: said, never flooding
-            self.manager.send(
-                "fact",
-                Fact(
-                    kind="ckpt.skipped",
-                    at_s=time.time(),
-                    src=f"rank:{member.rank}",
-                    generation=member.generation,
-                    step=step,
-                    level="warning",
-                    data={"reason": reason, "skips": self._skips},
-                ),
-            )
+        if not self._saver.asked(member):
+            extras = self._extras_of(member, cursor)
+            self._saver.save(member, extras, member.step, to_disk=True, last=True)
 
     def extras(self, member: Any, cursor: Mapping[str, Any], skeleton: Any) -> dict[str, Any]:
         """The JSON beside a snapshot, and with a broadcast: all that is not a tensor.
@@ -270,11 +216,15 @@ class Recorder:
         rows = [row.fields for row in self._newest_rows()]
         return {**self._extras_head(member, cursor), "objects": skeleton, "rows": rows}
 
-    def _extras_text(self, member: Any, cursor: Mapping[str, Any], skeleton: bytes) -> bytes:
-        """`extras` as JSON, out of parts that are JSON already."""
-        head = json.dumps(self._extras_head(member, cursor)).encode()
-        rows = b",".join(row.text for row in self._newest_rows())
-        return b'%b,"objects":%b,"rows":[%b]}' % (head[:-1], skeleton, rows)
+    def _extras_of(self, member: Any, cursor: Mapping[str, Any]) -> ExtrasText:
+        """`extras` as JSON, out of parts that are JSON already, once the skeleton is known."""
+
+        def text(skeleton: bytes) -> bytes:
+            head = json.dumps(self._extras_head(member, cursor)).encode()
+            rows = b",".join(row.text for row in self._newest_rows())
+            return b'%b,"objects":%b,"rows":[%b]}' % (head[:-1], skeleton, rows)
+
+        return text
 
     def _newest_rows(self) -> list[_Row]:
         return list(self._rows)[-ROWS_IN_EXTRAS:]
@@ -331,7 +281,7 @@ class Recorder:
             rank=rank,
             rows=fresh,
             worker_id=self._worker_id,
-            memory_step=self._memory_step,
+            memory_step=self._saver.memory_step,
         )
 
     def _forget_written(self, now_s: float) -> None:
@@ -350,6 +300,10 @@ class Recorder:
             self._oldest = (oldest, now_s)
 
     # ---- rare ----
+
+    def near(self, plan: RestorePlan, node_id: str) -> RestorePlan:
+        """The plan with what other nodes hold brought to this one; blocks. See near.py."""
+        return near(plan, node_id, partial(self._agent.call, "fetch", timeout_s=FETCH_S))
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """tables/<name>/<step>.jsonl in the run directory."""
@@ -375,13 +329,9 @@ class Recorder:
 
     def close(self) -> None:
         """Let go of the mapped pages; the agent owns the files."""
-        self._snapshotter.close()
+        self._saver.close()
         self._heartbeat.close()
         self._control.close()
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def dump_value(value: Any) -> str:

@@ -1,19 +1,21 @@
 """A rank's snapshots: its share of the state copied into slots that the node's agent owns.
 
 `take` copies at a step boundary into a slot whose header was laid out once; no serialisation, no
-allocation, one fused copy. It never waits for a slot: with none free the snapshot is skipped and
-says why. Three slots suffice for that: one may be pinned by a persist, one holds the newest
-complete snapshot and is never overwritten, one is free. Ranks are at most one step apart, so
-while every rank keeps its newest complete snapshot, the step before a broken one stays whole.
+allocation, one fused copy. Of a large state it copies only what the forward pass may change, and
+leaves the rest to a thread (staging.py) that `settle` waits for. It never waits for a slot: with
+none free the snapshot is skipped and says why. Three slots suffice for that: one may be pinned by a
+persist, one holds the newest complete snapshot and is never overwritten, one is free. Ranks are at
+most one step apart, so while every rank keeps its newest complete snapshot, the step before a
+broken one stays whole.
 
-Replicated state is staged once over all ranks: `owned` deals the tensors out evenly by bytes.
+What several ranks hold is staged once: ownership.py deals tensors and pieces out by bytes.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,35 +23,44 @@ from torch import Tensor
 
 from relit_platform.facts import Json
 from relit_platform.node.slots import Slot, SlotState
-from relit_platform.worker.state_tree import DTYPES, dtype_name
-from relit_storage.checkpoint.image import ImageLayout, TensorSpec
+from relit_platform.worker.overlap import Overlap, Part, Staging
+from relit_platform.worker.ownership import ShareLayout
+from relit_platform.worker.staging import HostMemory
+from relit_platform.worker.state_tree import DTYPES
+from relit_storage.checkpoint.image import ImageLayout
 
 NUM_SLOTS = 3
+CUTS_KEPT = 2  # the newest that is whole on another node, and the next one
 MIN_EXTRAS_BYTES = 256 << 10
 RETRY_OPEN_S = 5.0  # after the agent refused or failed to give slots
-_METADATA = {"relit": "1"}
 
 OpenSlots = Callable[[int, int, int], Sequence[str]]
-Signature = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotResult:
-    """What `take` did. path is None if it was skipped, and reason then says why."""
+    """What `take` or `settle` did. path is None if there is no snapshot; reason says why.
+
+    pending: the copy goes on, and `settle` has the outcome. seconds: how long the loop stood still.
+    """
 
     num_bytes: int
     seconds: float
     path: str | None
     reason: str = ""
+    pending: bool = False
 
 
 class _Stage:
     """One mapped slot, and its image as tensors under the present layout."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, memory: HostMemory) -> None:
         self.slot = slot
         self.step = _complete_step(slot)  # -1: nothing whole in it
         self._layout: ImageLayout | None = None
+        self._memory = memory
+        self._image = torch.frombuffer(slot.image, dtype=torch.uint8)
+        memory.register(self._image)
         self.targets: list[Tensor] = []
 
     def lay_out(self, layout: ImageLayout) -> None:
@@ -59,27 +70,37 @@ class _Stage:
         """
         if layout is self._layout:
             return
-        image = torch.frombuffer(self.slot.image, dtype=torch.uint8)
         self.slot.image[: layout.header_bytes] = layout.header
         self.targets = []
         for spec in layout.specs:
             if spec.num_bytes:
                 start = layout.offset(spec.name)
-                raw = image[start : start + spec.num_bytes]
+                raw = self._image[start : start + spec.num_bytes]
                 self.targets.append(raw.view(DTYPES[spec.dtype]).view(spec.shape))
         self._layout = layout
 
     def close(self) -> None:
         """Let go of the mapping; the file stays, it is the agent's."""
         self.targets, self._layout = [], None
+        self._memory.forget(self._image)
+        self._image = torch.empty(0, dtype=torch.uint8)
         self.slot.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A snapshot that is being copied."""
+
+    stage: _Stage
+    step: int
+    num_bytes: int
 
 
 class Snapshotter:
     """The slots of one worker process, and what lies in them. Used by its training thread only.
 
     open_slots(count, image_bytes, extras_capacity) asks the node's agent for slot files and may
-    block or raise; release_slots(paths) gives them back and must do neither.
+    block or raise; release_slots(paths) gives them back and must do neither. staging: see Overlap.
     """
 
     def __init__(
@@ -87,6 +108,7 @@ class Snapshotter:
         worker_id: str,
         open_slots: OpenSlots,
         release_slots: Callable[[Sequence[str]], object] = lambda paths: None,
+        staging: Staging = "sync",
     ) -> None:
         self._worker_id = worker_id
         self._open_slots = open_slots
@@ -94,11 +116,13 @@ class Snapshotter:
         self._stages: list[_Stage] = []
         self._retired: list[_Stage] = []  # of an older geometry; kept until a new one is whole
         self._newest: _Stage | None = None
+        self._cut: _Stage | None = None  # the last one, unless something else is in its slot now
         self._geometry = (-1, 0)  # image bytes, extras capacity of self._stages
-        self._signature: tuple[int, int, Signature] | None = None
-        self._layout: ImageLayout | None = None
-        self._planned: Mapping[str, Tensor] | None = None
+        self._share = ShareLayout()
         self._retry_at_s = 0.0
+        self._memory = HostMemory()
+        self._overlap = Overlap(staging)
+        self._pending: _Pending | None = None
 
     def take(
         self,
@@ -110,41 +134,87 @@ class Snapshotter:
         tensors: Mapping[str, Tensor],
         extras: Json,
         before_commit: Callable[[], object] | None = None,
+        still: frozenset[str] = frozenset(),
+        cut: bool = False,
+        on_whole: Callable[[str], object] = lambda path: None,
     ) -> SnapshotResult:
         """Copy this rank's share of `tensors` and its extras into a slot; blocks for the copy.
 
         tensors and extras are what `flatten` gave at this boundary, the same names on every
         rank; the same mapping as last time holds tensors of the same shapes. extras may be JSON
-        bytes already. before_commit is called when all is copied and
-        nothing counts yet (drills). A skipped snapshot is reported, never raised.
+        bytes already. before_commit is called when all is copied that is copied here, and
+        nothing counts yet (drills). still: names of tensors that nothing changes before `settle`;
+        when they are copied beside the loop the result is pending. cut: see cuts.py. on_whole gets
+        the slot's path once the snapshot counts, then from the copying thread. A skipped snapshot
+        is reported, never raised.
         """
         began_s = time.perf_counter()
-        layout = self._plan(tensors, rank, world)
+        self.settle()
+        layout = self._share.of(tensors, rank, world)
         data = extras if isinstance(extras, bytes) else json.dumps(extras).encode()
         problem = self._ensure_slots(layout, len(data))
+        if (cut or self._cut is not None) and not problem:
+            self._add_slot()
         stage = None if problem else self._free_stage()
         if stage is None:
-            seconds = time.perf_counter() - began_s
             reason = problem or "no free slot: earlier snapshots are still being persisted"
-            return SnapshotResult(num_bytes=0, seconds=seconds, path=None, reason=reason)
+            return _result(0, began_s, None, reason)
         slot = stage.slot
         stage.step = -1
-        slot.begin(generation, step, rank, world)
+        slot.begin(generation, step, rank, world, cut=cut)
+        if cut or stage is self._cut:
+            self._cut = stage if cut else None
         stage.lay_out(layout)
-        sources = [tensors[spec.name] for spec in layout.specs if spec.num_bytes]
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(stage.targets, sources)
+        names = [spec.name for spec in layout.specs if spec.num_bytes]
+        whole = Part(stage.targets, [tensors[name] for name in names], names)
+        now, later = self._overlap.divide(whole, layout, still)
+        look = bool(later.names) and self._overlap.look_due()
+        _copy(whole if look else now)
         slot.set_extras(data)
         if before_commit is not None:
             before_commit()
-        slot.commit()
+        if later.names and not look:
+            self._pending = _Pending(stage, step, layout.total_bytes)
+            self._overlap.begin(later, lambda: _commit(slot, on_whole))
+            return _result(layout.total_bytes, began_s, slot.path, pending=True)
+        _commit(slot, on_whole)
+        self._whole(stage, step)
+        if look:
+            self._overlap.remember(later)
+        return _result(layout.total_bytes, began_s, slot.path)
+
+    def settle(self) -> SnapshotResult | None:
+        """The outcome of a pending snapshot, or None without one; blocks until it is copied.
+
+        Call before this rank's part of the next step's sum goes out (no rank is then two
+        snapshots ahead of another), and before anything changes a tensor that stands still.
+        """
+        began_s = time.perf_counter()
+        reason = self._overlap.settle()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        if reason:
+            if pending.stage is self._cut:
+                self._cut = None
+            return _result(0, began_s, None, reason)
+        self._whole(pending.stage, pending.step)
+        return _result(pending.num_bytes, began_s, pending.stage.slot.path)
+
+    @property
+    def replicated(self) -> bool:
+        """True if the last cut is whole on another node, or there is none: time for the next."""
+        return self._cut is None or self._cut.slot.sent
+
+    @property
+    def moving(self) -> str:
+        """Why nothing is copied beside the loop any more; "" while all is well."""
+        return self._overlap.refused
+
+    def _whole(self, stage: _Stage, step: int) -> None:
         stage.step = step
         self._newest = stage
         self._release_retired()
-        return SnapshotResult(
-            num_bytes=layout.total_bytes, seconds=time.perf_counter() - began_s, path=slot.path
-        )
 
     def pin(self, path: str) -> None:
         """Keep a slot from being overwritten until the agent has persisted and unpinned it.
@@ -158,29 +228,14 @@ class Snapshotter:
         raise KeyError(path)
 
     def close(self) -> None:
-        """Unmap everything; the files and their content stay with the agent."""
+        """Unmap everything, after the present copy; files and content stay with the agent."""
+        self._overlap.close()
+        self._pending = None
         for stage in [*self._stages, *self._retired]:
             stage.close()
-        self._stages, self._retired, self._newest = [], [], None
-        self._geometry, self._planned = (-1, 0), None
-
-    def _plan(self, tensors: Mapping[str, Tensor], rank: int, world: int) -> ImageLayout:
-        """The layout of this rank's share, planned anew only if structure or place changed."""
-        place = (rank, world)
-        known = self._signature is not None and self._signature[:2] == place
-        if tensors is self._planned and known and self._layout is not None:
-            return self._layout
-        shape = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        signature = (*place, shape)
-        if self._layout is None or signature != self._signature:
-            specs = [
-                TensorSpec(name, dtype_name(tensor), tuple(tensor.shape))
-                for name, tensor in tensors.items()
-            ]
-            self._layout = ImageLayout.plan(owned(specs, rank, world), _METADATA)
-            self._signature = signature
-        self._planned = tensors
-        return self._layout
+        self._stages, self._retired, self._newest, self._cut = [], [], None, None
+        self._geometry = (-1, 0)
+        self._share.forget()
 
     def _ensure_slots(self, layout: ImageLayout, extras_bytes: int) -> str:
         """Slots of the right geometry are there, or the reason why not."""
@@ -195,7 +250,7 @@ class Snapshotter:
             wanted *= 2
         try:
             paths = self._open_slots(NUM_SLOTS, layout.total_bytes, wanted)
-            stages = [_Stage(Slot.open(path, prefault=True)) for path in paths]
+            stages = [_Stage(Slot.open(path, prefault=True), self._memory) for path in paths]
         except Exception as error:
             # Whatever befell the agent: a failed save is never a reason to stop training.
             self._retry_at_s = now_s + RETRY_OPEN_S
@@ -205,10 +260,24 @@ class Snapshotter:
         self._geometry = (layout.total_bytes, wanted)
         return ""
 
+    def _add_slot(self) -> None:
+        """Cuts keep two slots: one more than without them, if the agent has room for it."""
+        now_s = time.monotonic()
+        if len(self._stages) != NUM_SLOTS or now_s < self._retry_at_s:
+            return
+        try:
+            [path] = self._open_slots(1, *self._geometry)
+            if path not in [stage.slot.path for stage in self._stages]:  # one that is unused yet
+                self._stages.append(_Stage(Slot.open(path, prefault=True), self._memory))
+        except Exception:  # as above; with three the older cut goes first
+            self._retry_at_s = now_s + RETRY_OPEN_S
+
     def _free_stage(self) -> _Stage | None:
         free = [s for s in self._stages if s is not self._newest and not s.slot.pinned]
-        # An empty slot before one that holds an older snapshot, which may still be of use.
-        return min(free, key=lambda stage: stage.step, default=None)
+        # An empty slot before one that holds an older snapshot, which may still be of use, and
+        # last of all a cut that is on another node, or on its way.
+        cuts = sorted((s for s in self._stages if s.slot.cut and s.step >= 0), key=lambda s: s.step)
+        return min(free, key=lambda s: (s in cuts[-CUTS_KEPT:], s.step), default=None)
 
     def _release_retired(self) -> None:
         """Give back slots of an older geometry, now that a newer snapshot is complete."""
@@ -217,25 +286,31 @@ class Snapshotter:
         gone = [stage for stage in self._retired if not stage.slot.pinned]
         self._retired = [stage for stage in self._retired if stage not in gone]
         for stage in gone:
+            if stage is self._cut:
+                self._cut = None
             stage.close()
         if gone:
             self._release_slots([stage.slot.path for stage in gone])
 
 
-def owned(specs: Iterable[TensorSpec], rank: int, world: int) -> list[TensorSpec]:
-    """The tensors that `rank` saves for all: greedy by bytes, the largest first.
+def _commit(slot: Slot, on_whole: Callable[[str], object]) -> None:
+    slot.commit()
+    on_whole(slot.path)
 
-    Pure and the same on every rank: each tensor belongs to exactly one. Ties go to the lower
-    rank, equal sizes by name.
-    """
-    loads = [0] * world
-    mine: list[TensorSpec] = []
-    for spec in sorted(specs, key=lambda spec: (-spec.num_bytes, spec.name)):
-        least = loads.index(min(loads))
-        loads[least] += spec.num_bytes
-        if least == rank:
-            mine.append(spec)
-    return mine
+
+def _copy(part: Part) -> None:
+    if part.sources:
+        with torch.no_grad():
+            torch._foreach_copy_(list(part.targets), list(part.sources))
+
+
+def _result(
+    num_bytes: int, began_s: float, path: str | None, reason: str = "", *, pending: bool = False
+) -> SnapshotResult:
+    seconds = time.perf_counter() - began_s
+    return SnapshotResult(
+        num_bytes=num_bytes, seconds=seconds, path=path, reason=reason, pending=pending
+    )
 
 
 def _complete_step(slot: Slot) -> int:

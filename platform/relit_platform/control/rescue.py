@@ -1,0 +1,97 @@
+"""The emergency save of a run that ends early; what is saved is chosen in machines/rescue.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from relit_platform.control.checkpoint_desk import CheckpointDesk
+from relit_platform.control.ports import AgentError, AgentPort
+from relit_platform.errors import PlatformError
+from relit_platform.facts import NodeInventory, ShardFailed, SlotInfo
+from relit_platform.machines.checkpoint_state import Note, Persisting
+from relit_platform.machines.rescue import choose_rescue
+from relit_storage.errors import StorageError
+
+
+class Rescuer:
+    """The supervisor's last wish to the coordinator. lock guards `saves`, as everywhere."""
+
+    def __init__(
+        self,
+        *,
+        agents: AgentPort,
+        saves: CheckpointDesk,
+        lock: threading.Condition,
+        say: Callable[[Note], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._agents = agents
+        self._saves = saves
+        self._lock = lock
+        self._say = say
+        self._clock = clock
+
+    def rescue(self) -> str:
+        """Have the newest boundary that is whole in memory saved on every tier; why (not).
+
+        Blocks on the agents' answers, not on the save: the status says `saving` meanwhile.
+        Repeating it is harmless.
+        """
+        inventories = self._inventories()
+        with self._lock:
+            choice = choose_rescue(inventories, self._saves.book)
+            for slot in choice.slots:
+                self._saves.feed(
+                    Persisting(
+                        step=slot.step,
+                        generation=slot.generation,
+                        rank=slot.rank,
+                        world=slot.world,
+                        final=True,
+                    )
+                )
+            if choice.slots:
+                first = choice.slots[0]
+                data = {"reason": choice.reason, "world": first.world}
+                self._say(
+                    Note(
+                        kind="ckpt.rescue",
+                        step=first.step,
+                        generation=first.generation,
+                        data=data,
+                    )
+                )
+        for slot in choice.slots:
+            self._persist(slot)
+        return choice.reason
+
+    def _inventories(self) -> list[NodeInventory]:
+        found: list[NodeInventory] = []
+        try:
+            for node in self._agents.nodes():
+                try:
+                    found.append(self._agents.inventory(node))
+                except (AgentError, PlatformError):
+                    pass  # its slots will be missed, by rank
+        except AgentError:
+            pass
+        return found
+
+    def _persist(self, slot: SlotInfo) -> None:
+        try:
+            self._agents.persist(
+                slot.node_id, slot.worker_id, slot.path, slot.step, slot.generation
+            )
+        except (AgentError, PlatformError, StorageError) as error:
+            failed = ShardFailed(
+                step=slot.step,
+                generation=slot.generation,
+                rank=slot.rank,
+                node_id=slot.node_id,
+                tier="disk",
+                reason=str(error),
+                at_s=self._clock(),
+            )
+            with self._lock:
+                self._saves.feed(failed)
