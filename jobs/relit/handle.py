@@ -15,6 +15,7 @@ from relit.commands import send_command
 from relit.errors import NotFinishedError, RunFinishedError
 from relit.reading import RunReader
 from relit.run_state import IMPORTED, LOST, OVER, PENDING, TERMINAL
+from relit.spec.resolve import run_directory
 from relit.spec.secret_guard import Redactor
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class JobHandle:
     @property
     def path(self) -> str:
         """Where the run directory lies: a local path or a URL."""
-        return f"{self._client.store_url.rstrip('/')}/{self._reader.run_key}"
+        return run_directory(self._client.store_url, self._reader.run_key)
 
     def status(self) -> dict[str, Any]:
         """Live state: state, reason, step, loss, world, committed, ... (docs: run directory)."""

@@ -28,7 +28,7 @@ from relit.errors import BadInputError
 from relit.import_source import Source
 from relit.reading import RunReader
 from relit.spec.model import NAME_PATTERN
-from relit.spec.resolve import login_name
+from relit.spec.resolve import login_name, run_directory
 from relit_platform.control.object_tier import ObjectTier
 from relit_storage.checkpoint.checksum import checksum
 from relit_storage.checkpoint.commit_log import CommitLog
@@ -109,7 +109,7 @@ def import_checkpoint(
         run_id=target.run_id,
         step=target.step,
         generation=work.generation,
-        directory=f"{client.store_url.rstrip('/')}/{reader.run_key}",
+        directory=run_directory(client.store_url, reader.run_key),
         tensors=len(source.specs),
         num_bytes=source.num_bytes,
         shards=manifest.world,

@@ -13,7 +13,7 @@ from typing import Any
 from relit.errors import BadInputError
 from relit.provenance import about_run
 from relit.spec.code_snapshot import CodeSnapshot
-from relit.spec.resolve import login_name
+from relit.spec.resolve import login_name, run_directory
 from relit.transport import JobTransport, entrypoint_command
 from relit_platform.run_config import RunConfig
 from relit_storage.run import layout
@@ -60,7 +60,7 @@ def hand_over(config: RunConfig, submission_id: str, transport: JobTransport) ->
         "owner": config.owner,
         "run_id": config.run_id,
         "state": "SUBMITTED",
-        "run_directory": f"{config.store.rstrip('/')}/{config.run_key}",
+        "run_directory": run_directory(config.store, config.run_key),
     }
     command = entrypoint_command(config.store, config.run_key, submission_id)
     transport.submit(submission_id, command, metadata)

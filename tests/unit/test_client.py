@@ -19,6 +19,7 @@ from relit.errors import (
     RunNotFoundError,
     StoreUnwritableError,
 )
+from relit.spec.resolve import run_directory
 from relit_storage.run import layout
 
 
@@ -127,6 +128,25 @@ def test_runs_are_found_by_id_prefix_and_directory(client: Client, code: Path) -
     submit(client, code, name="gpt")
     with pytest.raises(AmbiguousRunError, match=one.id):
         client.get("gpt")
+
+
+DIRECTORIES = [
+    ("/a/b", "/a/b/e/r"),
+    ("s3://b/p/", "s3://b/p/e/r"),
+    ("s3://b/p?endpoint_url=http://h:1&region=x", "s3://b/p/e/r?endpoint_url=http://h:1&region=x"),
+]
+
+
+@pytest.mark.parametrize(("store", "directory"), DIRECTORIES)
+def test_a_stores_options_stay_behind_the_directory(store: str, directory: str) -> None:
+    assert run_directory(store, "e/r") == directory
+
+
+def test_a_run_is_found_by_a_directory_with_options(code: Path, jobs: FakeJobs) -> None:
+    store = "memory://options/p?region=x"
+    job = submit(Client(store=store, transport=jobs), code)
+    assert job.path == f"memory://options/p/default/{job.id}?region=x"
+    assert Client(store="elsewhere", transport=jobs).get(job.path).id == job.id
 
 
 def test_an_exact_id_wins_over_longer_ones(client: Client, code: Path) -> None:

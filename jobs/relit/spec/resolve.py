@@ -99,6 +99,12 @@ def absolute_store(store: str) -> str:
     return os.path.abspath(Path(store).expanduser())
 
 
+def run_directory(store: str, run_key: str) -> str:
+    """The URL or path of a run in a store; options of the store's URL stay behind it."""
+    place, mark, options = store.partition("?")
+    return f"{place.rstrip('/')}/{run_key}{mark}{options}"
+
+
 def login_name() -> str:
     """Who submits; "unknown" in a container whose user has no name."""
     try:
