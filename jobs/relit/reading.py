@@ -43,6 +43,17 @@ class RunReader:
         """True once a submit has claimed this run id."""
         return self.store.size(layout.CONFIG) is not None
 
+    def is_there(self) -> bool:
+        """True for a run that was submitted, or that checkpoints were imported into."""
+        return self.exists() or self.store.size(layout.RUN) is not None
+
+    def never_started(self) -> bool:
+        """True if no supervisor has left anything here: events, a status or a result."""
+        keys = (layout.STATUS, layout.RESULT)
+        if any(self.store.size(key) is not None for key in keys):
+            return False
+        return not self.store.list("events/")
+
     def never_driven(self) -> bool:
         """True if no supervisor has ever taken this run's lease."""
         return read_lease(self.store) is None
@@ -75,7 +86,7 @@ class RunReader:
         return found if found and isinstance(found.get("state"), str) else None
 
     def status(self) -> Json:
-        """The newest live status with `state` and `reason` judged anew; three small reads."""
+        """The newest live status with `state` and `reason` judged anew; a few small reads."""
         result = self.result()
         status = self._live()
         files = RunFiles(result=result, status=status) if result else self._files(status)
@@ -93,7 +104,13 @@ class RunReader:
             until_s = 0.0 if lease.released else lease.expires_at_s
         attempt = _well_typed(self.json(attempts[-1]) or {}) if attempts else None
         epoch = lease.epoch if lease else 0
-        return RunFiles(status=status, attempt=attempt, lease_until_s=until_s, epoch=epoch)
+        return RunFiles(
+            status=status,
+            attempt=attempt,
+            lease_until_s=until_s,
+            epoch=epoch,
+            submitted=bool(attempts) or self.exists(),
+        )
 
     def events(self, since: int = 0) -> list[Json]:
         """Events with a sequence number above `since`, in order."""
@@ -153,6 +170,7 @@ _NUMBERS = ("step", "total_steps", "loss", "world", "generation", "recoveries", 
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_NUMBERS, (int, float)),
     "committed": (dict,),
+    "spacing": (dict,),
     "workers": (list,),
 }
 
