@@ -257,3 +257,22 @@ def test_the_agent_is_told_which_save_is_the_last(bench: Bench) -> None:
     bench.recorder.save_last(bench.member, {"step": 2})
     asked = next(call for call in bench.link.calls if call[0] == "persist")
     assert asked[3:] == (2, 1, True)
+
+
+def test_a_cut_is_marked_when_all_are_ready_and_then_waited_for(
+    bench: Bench, tmp_path: Path
+) -> None:
+    bench.complete()
+    assert bench.recorder.votes()[-1] == 0.0, "there is no other node"
+    ControlPage.open(str(tmp_path / "control")).set_peered(True)
+    assert bench.recorder.votes()[-1] == 1.0
+    slots = [Slot.open(path) for path in bench.link.slots]  # before it refuses a fourth one
+    bench.complete()
+    [cut] = [slot for slot in slots if slot.cut]
+    assert cut.info().step == 2 and bench.recorder.votes()[-1] == 0.0
+    bench.complete(4)
+    assert cut.info().step == 2 and [slot for slot in slots if slot.cut] == [cut]
+    cut.mark_sent(cut.sequence())
+    assert bench.recorder.votes()[-1] == 1.0
+    bench.complete()
+    assert {slot.info().step for slot in slots if slot.cut} == {2, 7}
