@@ -6,9 +6,9 @@
     torch   checkpoint.pt, a torch.save of {registered name: state}
 
 Beside each lies relit.json: which run and step it was, the data position and the ids. Weights are
-the registered objects whose state is one flat dictionary of tensors, as an nn.Module's is. Every
-byte is checked on the way. The folder appears whole or not at all. torch is imported for dcp and
-torch alone.
+the registered objects whose state is one flat dictionary of tensors, as an nn.Module's is. Tensors
+come out whole, however many ranks saved them, and every byte is checked on the way. The folder
+appears whole or not at all. torch is imported for dcp and torch alone.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from relit.errors import BadInputError
 from relit.torch_export import write_with_torch
+from relit_platform.worker.skeleton import is_tensor, is_weights, tensor_names
 from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.checkpoint.durable import sync_dir
-from relit_storage.checkpoint.manifest import TensorEntry
+from relit_storage.checkpoint.manifest_entries import TensorEntry
 from relit_storage.checkpoint.safetensors_file import (
     Named,
     write_json,
@@ -65,7 +66,7 @@ def select(reader: CopyReader, *, weights_only: bool) -> Selection:
         if not objects:
             raise BadInputError("no registered object is a flat dictionary of tensors.")
     try:
-        wanted = set(_tensor_names(objects))
+        wanted = set(tensor_names(objects))
     except (TypeError, RecursionError) as error:
         reason = f"the structure of the state does not parse: {error}"
         raise CorruptShardError(file=file, reason=reason) from error
@@ -75,14 +76,6 @@ def select(reader: CopyReader, *, weights_only: bool) -> Selection:
         reason = f"it names tensors that were not saved: {list(missing)[:3]}"
         raise CorruptShardError(file=file, reason=reason)
     return Selection(objects=objects, tensors=tensors)
-
-
-def is_weights(node: Any) -> bool:
-    """True for the structure of an nn.Module's state: names and tensors, nothing nested."""
-    if not isinstance(node, dict) or "$d" in node or "$T" in node:
-        return False
-    values = [v for key, v in node.items() if not key.endswith("_extra_state")]
-    return bool(values) and all(isinstance(v, dict) and v.keys() == {"$T"} for v in values)
 
 
 def export(
@@ -151,7 +144,7 @@ def _write_hf(
     reader: CopyReader, selection: Selection, folder: str, max_file_bytes: int, on_bytes: OnBytes
 ) -> None:
     by_name = {tensor.name: tensor for tensor in selection.tensors}
-    names, aliases = _hf_names(selection.objects)
+    names, aliases = hf_names(selection.objects)
     if not names:
         raise BadInputError("no registered object is a flat dictionary of tensors; use --to torch.")
     weights = [Named(hf_name, by_name[saved]) for saved, hf_name in names.items()]
@@ -164,14 +157,17 @@ def _write_hf(
         write_tensors(path, reader, rest, {}, on_bytes)
 
 
-def _hf_names(objects: Json) -> tuple[dict[str, str], dict[str, str]]:
-    """(name by saved name, aliases as safetensors' own save_model writes them: alias -> kept)."""
+def hf_names(objects: Json) -> tuple[dict[str, str], dict[str, str]]:
+    """(Name by saved name, aliases as safetensors' own save_model writes them: alias -> kept).
+
+    An import reads the export back by them.
+    """
     weights = {name: node for name, node in objects.items() if is_weights(node)}
     names: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for registered, node in weights.items():
         for key, value in node.items():
-            if not isinstance(value, dict) or value.keys() != {"$T"}:
+            if not is_tensor(value):
                 continue  # extra state of a module: in relit.json
             name = key if len(weights) == 1 else f"{registered}.{key}"
             if value["$T"] in names:
@@ -179,16 +175,3 @@ def _hf_names(objects: Json) -> tuple[dict[str, str], dict[str, str]]:
             else:
                 names[value["$T"]] = name
     return names, aliases
-
-
-def _tensor_names(node: Any) -> Iterable[Any]:
-    """Names of all tensors in a structure, as far as they are names."""
-    if isinstance(node, list):
-        for item in node:
-            yield from _tensor_names(item)
-    elif isinstance(node, dict):
-        if node.keys() == {"$T"}:
-            yield node["$T"]
-        else:
-            for item in node.values():
-                yield from _tensor_names(item)

@@ -17,7 +17,7 @@ from relit.errors import BadInputError
 from relit_platform.errors import StateError
 from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.checkpoint.image import ImageLayout
-from relit_storage.checkpoint.manifest import TensorEntry
+from relit_storage.checkpoint.manifest_entries import TensorEntry
 from relit_storage.checkpoint.safetensors_file import Named, write_tensors
 from relit_storage.errors import CorruptShardError
 

@@ -44,6 +44,20 @@ OFFSETS: tuple[list[Any], ...] = (
 )
 
 
+PLACES: tuple[list[Any], ...] = (
+    [30, 50],
+    [31, 50],
+    [60, 50],
+    [30, 0],
+    [0, 0],
+    [30],
+    [2**62, 2**62],
+    [10**4000, 1],
+    [-30, 0],
+    [True, False],
+)
+
+
 def draw(image: bytes, rng: random.Random) -> bytes:
     """The image with another header; tensors stay where they are."""
     size = 8 + int.from_bytes(image[:8], "little")
@@ -86,6 +100,15 @@ def _metadata(header: Header, name: str, rng: random.Random) -> bytes:
     return _text(header)
 
 
+def _listing(header: Header, name: str, rng: random.Random) -> bytes:
+    """The tensor is said to be a piece of another one."""
+    places = {"global_shape": rng.choice(PLACES), "offsets": rng.choice(PLACES)}
+    listing = rng.choice(({name: places}, {name: places, "": places}, {}, [places], places))
+    text = json.dumps(listing, sort_keys=True, separators=(",", ":"))
+    header["__metadata__"] = {"relit.pieces": text}
+    return _text(header)
+
+
 def _any_edit(header: Header, name: str, rng: random.Random) -> bytes:
     return _text(edit(header, rng))
 
@@ -109,6 +132,7 @@ WAYS: tuple[Callable[[Header, str, random.Random], bytes], ...] = (
     _field("data_offsets", OFFSETS),
     _overlap,
     _metadata,
+    _listing,
     _any_edit,
     _raw,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from relit.client import Client
 from relit.handle import JobHandle
 from relit_platform.control.object_tier import ObjectTier
-from relit_platform.worker.snapshot import owned
+from relit_platform.worker.ownership import owned
 from relit_platform.worker.state_tree import DTYPES, dtype_name, flatten
 from relit_storage.checkpoint.checksum import checksum, chunk_checksums
 from relit_storage.checkpoint.commit_log import CommitLog
@@ -33,6 +33,8 @@ from relit_storage.stores.protocol import ObjectStore
 CHUNK_BYTES, WORLD = 1000, 2
 BIG_CHUNK_BYTES = 256 << 10
 Tensors = dict[str, Tensor]
+Part = tuple[TensorSpec, Tensor]  # what a rank saves, and its content
+Split = Callable[[Tensors], list[list[Part]]]  # the parts of each rank
 
 
 class Tied(nn.Module):
@@ -72,16 +74,29 @@ class Trained:
         return tensors, skeleton
 
 
+def dealt(tensors: Tensors) -> list[list[Part]]:
+    """Replicated state: each tensor is saved whole, by one of WORLD ranks."""
+    specs = [TensorSpec(k, dtype_name(t), tuple(t.shape)) for k, t in tensors.items()]
+    shares = [owned(specs, rank, WORLD) for rank in range(WORLD)]
+    return [[(spec, tensors[spec.name]) for spec in share] for share in shares]
+
+
 def write_step(
-    store: ObjectStore, step: int, generation: int = 1, state: tuple[Tensors, Any] | None = None
+    store: ObjectStore,
+    step: int,
+    generation: int = 1,
+    state: tuple[Tensors, Any] | None = None,
+    split: Split = dealt,
 ) -> Manifest:
     """Shards, extras and manifest of a step below `store`, not yet in the log.
 
-    state: what `flatten` gave, by default of a Trained.
+    state: what `flatten` gave, by default of a Trained. split: who saves what of it.
     """
     tensors, skeleton = state or Trained(step).flatten()
+    ranks = split(tensors)
     shards = [
-        _write_rank(store, step, generation, rank, tensors, skeleton) for rank in range(WORLD)
+        _write_rank(store, (step, generation, rank, len(ranks)), parts, skeleton)
+        for rank, parts in enumerate(ranks)
     ]
     manifest = Manifest.from_shards(
         shards,
@@ -96,10 +111,11 @@ def write_step(
 
 
 def _write_rank(
-    store: ObjectStore, step: int, generation: int, rank: int, tensors: Tensors, node: Any
+    store: ObjectStore, place: tuple[int, int, int, int], parts: list[Part], node: Any
 ) -> dict[str, Any]:
-    specs = [TensorSpec(k, dtype_name(t), tuple(t.shape)) for k, t in tensors.items()]
-    layout = ImageLayout.plan(owned(specs, rank, WORLD), {"relit": "1"})
+    step, generation, rank, world = place
+    layout = ImageLayout.plan((spec for spec, _ in parts), {"relit": "1"})
+    contents = {spec.name: content for spec, content in parts}
     image = bytearray(layout.total_bytes)
     image[: layout.header_bytes] = layout.header
     flat = torch.frombuffer(image, dtype=torch.uint8)
@@ -107,7 +123,7 @@ def _write_rank(
         if spec.num_bytes:
             begin = layout.offset(spec.name)
             room = flat[begin : begin + spec.num_bytes].view(DTYPES[spec.dtype])
-            room.view(spec.shape).copy_(tensors[spec.name])
+            room.view(spec.shape).copy_(contents[spec.name])
     extras = json.dumps({"v": 1, "step": step, "rank": rank, "objects": node, "rows": []}).encode()
     chunk_bytes = CHUNK_BYTES if len(image) < 1 << 20 else BIG_CHUNK_BYTES
     store.put(shard_key(step, generation, rank), bytes(image))
@@ -116,7 +132,7 @@ def _write_rank(
         "step": step,
         "generation": generation,
         "rank": rank,
-        "world": WORLD,
+        "world": world,
         "node_id": f"n{rank}",
         "file": shard_key(step, generation, rank),
         "num_bytes": len(image),
@@ -142,12 +158,16 @@ class Saved:
         return self.job.reader.store
 
     def commit(
-        self, steps: Iterable[int], generation: int = 1, state: tuple[Tensors, Any] | None = None
+        self,
+        steps: Iterable[int],
+        generation: int = 1,
+        state: tuple[Tensors, Any] | None = None,
+        split: Split = dealt,
     ) -> None:
         """Steps of the object tier, published by a supervisor's code."""
         tier = ObjectTier(self.store, CommitLog(self.store), time.time)
         for step in steps:
-            data = write_step(self.store, step, generation, state).to_bytes()
+            data = write_step(self.store, step, generation, state, split).to_bytes()
             tier.commit(1, step, generation, data)
 
     def on_disk(self, steps: Iterable[int], node: str = "n1") -> Path:

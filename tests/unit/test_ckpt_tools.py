@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cut_state import SPLITS
 from run_files import Driver
 from saved_run import Saved, Trained, make_run, write_step
 
@@ -150,6 +151,27 @@ def test_diff_counts_elements(saved: Saved, shell: Shell) -> None:
     assert found["fields"]["step"] == [20, 40]
     code, out, _ = shell("diff", "r1", 20, 40)
     assert code == 0 and "elements differ, at most by" in out
+
+
+def test_steps_of_other_worlds_are_compared_and_shown_as_whole_tensors(
+    saved: Saved, shell: Shell, tmp_path: Path
+) -> None:
+    state = Trained(30).flatten()
+    saved.commit([40], state=state, split=SPLITS["7 ranks"])
+    saved.commit([50], state=state, split=SPLITS["mesh 2x3"])
+    worlds = {row["step"]: row["world"] for row in answer(shell, "ls", "r1")}
+    assert (worlds[30], worlds[40], worlds[50]) == (2, 7, 6)
+    assert answer(shell, "verify", "r1", "--deep")["whole"]
+    for a, b in ((30, 40), (40, 50), (50, 30)):
+        assert answer(shell, "diff", "r1", a, b)["equal"]
+    assert not answer(shell, "diff", "r1", 20, 50)["equal"]
+    shown = {step: answer(shell, "show", "r1", step, "--tensors")[0] for step in (30, 40, 50)}
+    assert shown[30]["objects"] == shown[40]["objects"] == shown[50]["objects"]
+    pieces = {t["name"]: (t["shape"], t["pieces"]) for t in shown[40]["tensor_list"]}
+    assert pieces["model.embed.weight"] == ([60, 8], 7)
+    assert pieces["model.short"] == ([3, 5], 3), "four ranks have no row of it"
+    assert "[60, 8], 7 pieces" in shell("show", "r1", 40, "--tensors")[1]
+    assert shell("export", "r1", 50, "--to", "hf", tmp_path / "out")[0] == 0
 
 
 def test_diff_of_damaged_bytes_exits_100(saved: Saved, shell: Shell) -> None:

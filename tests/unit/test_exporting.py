@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cut_state import SPLITS
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from saved_run import Saved, Tied, Trained, make_run
@@ -18,11 +20,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from relit.checkpoints import Checkpoints
 from relit.errors import BadInputError
-from relit.exporting import Format, export, is_weights, select
+from relit.exporting import Format, export, select
+from relit_platform.worker.skeleton import is_weights
 from relit_platform.worker.state_tree import DTYPES, flatten, unflatten
 from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.errors import CorruptShardError
-from relit_storage.run.layout import shard_key
+from relit_storage.run.layout import manifest_key, shard_key
 
 STEP = 20
 
@@ -154,10 +157,12 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*raw)
 
 
-def test_an_export_holds_one_chunk_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["whole", "7 ranks", "mesh 2x3"])
+def test_an_export_holds_one_chunk_in_memory(tmp_path: Path, split: str) -> None:
     saved = make_run(tmp_path)
-    big = torch.arange(2 << 20, dtype=torch.int64)  # 16 MiB
-    saved.commit([1], state=flatten({"model": (lambda: {"w": big}, None)}))  # type: ignore[dict-item]
+    big = torch.arange(2 << 20, dtype=torch.int64).view(2048, 1024)  # 16 MiB
+    state = flatten({"model": (lambda: {"w": big}, None)})  # type: ignore[dict-item]
+    saved.commit([1], state=state, split=SPLITS[split])
     reader = Checkpoints(saved.job.reader).readable(1)
     chunk_bytes = max(shard.chunk_bytes for shard in reader.manifest.shards)
     tracemalloc.start()
@@ -216,3 +221,58 @@ KINDS = [
 @pytest.mark.parametrize(("node", "weights"), KINDS)
 def test_which_objects_are_weights(node: Any, weights: bool) -> None:
     assert is_weights(node) is weights
+
+
+# ---- pieces ----
+
+
+@pytest.fixture
+def from_ranks(saved: Saved, tmp_path: Path) -> Callable[[str, Format], Path]:
+    """Exports of the same state, saved by other ranks."""
+
+    def run(split: str, to: Format) -> Path:
+        step = 100 + list(SPLITS).index(split)
+        if saved.store.size(manifest_key(step, 1)) is None:
+            saved.commit([step], state=Trained(STEP).flatten(), split=SPLITS[split])
+        folder = tmp_path / f"{to} {split}"
+        write(Checkpoints(saved.job.reader).readable(step), folder, to, limit=600)
+        return folder
+
+    return run
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    """Everything but relit.json, which names the step."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "relit.json"}
+
+
+def test_files_are_the_same_whoever_saved_the_pieces(
+    from_ranks: Callable[[str, Format], Path],
+) -> None:
+    wanted = tensor_files(from_ranks("whole", "hf"))
+    assert len(wanted) > 3
+    for split in list(SPLITS)[1:]:
+        assert tensor_files(from_ranks(split, "hf")) == wanted, split
+
+
+@pytest.mark.parametrize("split", ["7 ranks", "mesh 2x3", "any boxes"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_whole_tensors_of_pieces(
+    from_ranks: Callable[[str, Format], Path], split: str
+) -> None:
+    trained, blank = Trained(STEP), Trained(1)
+    found = torch.load(from_ranks(split, "torch") / "checkpoint.pt", weights_only=True)
+    assert_same(found["model"], dict(trained.model.state_dict()))
+    assert_same(found["optimizer"], trained.optimizer.state_dict())
+    target: dict[str, Any] = {"model": blank.model.state_dict()}
+    load(target, checkpoint_id=str(from_ranks(split, "dcp")), no_dist=True)
+    assert_same(dict(target["model"]), dict(trained.model.state_dict()))
+
+
+def test_a_flipped_bit_in_any_piece_leaves_nothing_behind(saved: Saved, tmp_path: Path) -> None:
+    saved.commit([100], split=SPLITS["3 ranks"])
+    damage(saved.path(shard_key(100, 1, 2)), "flipped")
+    reader = Checkpoints(saved.job.reader).readable(100)
+    with pytest.raises(CorruptShardError, match="checksum"):
+        write(reader, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()

@@ -159,3 +159,139 @@ def test_every_flipped_bit_of_a_header_is_refused_or_keeps_the_tiling() -> None:
 def test_specs_that_cannot_be_laid_out(specs: list[TensorSpec]) -> None:
     with pytest.raises(ValueError):
         ImageLayout.plan(specs, {})
+
+
+# ---- pieces ----
+
+PIECES = [
+    TensorSpec("rows", "F32", (2, 3), (5, 3), (3, 0)),
+    TensorSpec("columns", "BF16", (4, 1), (4, 2), (0, 1)),
+    TensorSpec("whole", "F32", (2,)),
+]
+
+
+def listed(layout: ImageLayout) -> Any:
+    return json.loads(layout.metadata["relit.pieces"])
+
+
+def test_pieces_are_listed_in_the_metadata_and_come_back() -> None:
+    layout = ImageLayout.plan(PIECES, {"run": "r1"})
+    assert listed(layout) == {
+        "columns": {"global_shape": [4, 2], "offsets": [0, 1]},
+        "rows": {"global_shape": [5, 3], "offsets": [3, 0]},
+    }
+    image = layout.header + bytes(layout.total_bytes - layout.header_bytes)
+    assert parse_header(image, len(image)) == layout
+    assert ImageLayout.plan(PIECES[::-1], {"run": "r1"}) == layout
+    index = {entry["name"]: entry for entry in layout.index()}
+    assert (index["rows"]["global_shape"], index["rows"]["offsets"]) == ([5, 3], [3, 0])
+    assert index["rows"]["byte_range"][1] - index["rows"]["byte_range"][0] == 24
+    assert index["whole"].keys() == {"name", "dtype", "shape", "byte_range"}
+
+
+def test_other_readers_see_the_pieces_as_tensors(tmp_path: Path) -> None:
+    layout = ImageLayout.plan(PIECES, {})
+    (tmp_path / "x").write_bytes(layout.header + bytes(layout.total_bytes - layout.header_bytes))
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "x").items()}
+    assert shapes == {spec.name: spec.shape for spec in PIECES}
+
+
+def test_a_piece_that_is_all_of_its_tensor_is_whole() -> None:
+    spec = TensorSpec("a", "F32", (2, 3), global_shape=(2, 3), offsets=(0, 0))
+    assert spec == TensorSpec("a", "F32", (2, 3)) and spec.whole
+    assert (spec.full_shape, spec.origin) == ((2, 3), (0, 0))
+    assert "relit.pieces" not in ImageLayout.plan([spec], {}).metadata
+    piece = PIECES[0]
+    assert not piece.whole and (piece.full_shape, piece.origin) == ((5, 3), (3, 0))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("a", "F32", (2,), global_shape=(2,)),
+        TensorSpec("a", "F32", (2,), offsets=(0,)),
+        TensorSpec("a", "F32", (2,), (4,), (3,)),
+        TensorSpec("a", "F32", (2,), (4,), (-1,)),
+        TensorSpec("a", "F32", (2,), (4,), (0, 0)),
+        TensorSpec("a", "F32", (2,), (4, 1), (0, 0)),
+        TensorSpec("a", "F32", (0,), (4,), (0,)),
+        TensorSpec("a", "F32", (), (1,), (0,)),
+        TensorSpec("a", "F32", (1,), (2**62,), (0,)),
+        TensorSpec("a", "F32", (1, 1), (-4, 4), (0, 0)),
+    ],
+)
+def test_pieces_that_cannot_be_laid_out(spec: TensorSpec) -> None:
+    assert spec.fault
+    with pytest.raises(ValueError, match="'a'"):
+        ImageLayout.plan([spec], {})
+
+
+def test_the_key_of_the_listing_is_reserved() -> None:
+    with pytest.raises(ValueError, match="reserved"):
+        ImageLayout.plan([], {"relit.pieces": "{}"})
+
+
+def with_listing(text: str) -> bytes:
+    """An image of one tensor "a" of shape (2, 3), and this listing."""
+    return encoded({"__metadata__": {"relit.pieces": text}, "a": entry(0, 24, shape=[2, 3])}, 24)
+
+
+def place(global_shape: Any, offsets: Any) -> str:
+    listing = {"a": {"global_shape": global_shape, "offsets": offsets}}
+    return json.dumps(listing, separators=(",", ":"))
+
+
+def test_a_legal_listing_is_read() -> None:
+    data = with_listing(place([4, 3], [1, 0]))
+    assert parse_header(data, len(data)).specs == (TensorSpec("a", "F32", (2, 3), (4, 3), (1, 0)),)
+
+
+LISTINGS = {
+    "nothing": "",
+    "not JSON": "{,}",
+    "a list": "[]",
+    "null": "null",
+    "a number": "1",
+    "empty": "{}",
+    "nested without end": "[" * 100_000,
+    "NaN": '{"a":NaN}',
+    "a name twice": place([4, 3], [1, 0])[:-1] + "," + place([4, 3], [1, 0])[1:],
+    "spaces": place([4, 3], [1, 0]).replace(":", ": "),
+    "another order": '{"a":{"offsets":[1,0],"global_shape":[4,3]}}',
+    "an unknown name": place([4, 3], [1, 0]).replace('"a"', '"b"'),
+    "a path": place([4, 3], [1, 0]).replace('"a"', '"../a"'),
+    "a field too much": place([4, 3], [1, 0]).replace("}}", ',"x":1}}'),
+    "a field missing": '{"a":{"offsets":[1,0]}}',
+    "not a place": '{"a":[1,0]}',
+    "whole": place([2, 3], [0, 0]),
+    "whole elsewhere": place([2, 3], [1, 0]),
+    "beyond": place([4, 3], [3, 0]),
+    "larger than its tensor": place([1, 3], [0, 0]),
+    "dimensions missing": place([4], [1]),
+    "a dimension too much": place([4, 3, 1], [0, 0, 0]),
+    "fewer offsets": place([4, 3], [1]),
+    "negative": place([4, 3], [-1, 0]),
+    "a negative size": place([-4, 3], [0, 0]),
+    "a float": place([4.0, 3], [0, 0]),
+    "a truth": place([4, 3], [True, 0]),
+    "a string": place("43", "10"),
+    "empty dimension": place([0, 3], [0, 0]),
+    "overflow": place([2**62, 2**62], [0, 0]),
+    "thousands of digits": place([10**4000, 3], [0, 0]),
+    "an offset of thousands of digits": place([4, 3], [10**4000, 0]),
+    "thousands of dimensions": place([1] * 5000, [0] * 5000),
+}
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_listings_that_lie_are_refused(name: str) -> None:
+    data = with_listing(LISTINGS[name])
+    with pytest.raises(CorruptShardError, match=r"x\.safetensors") as refused:
+        parse_header(data, len(data), "x.safetensors")
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_listing_that_is_no_string_is_refused() -> None:
+    data = encoded({"__metadata__": {"relit.pieces": {}}}, 0)
+    with pytest.raises(CorruptShardError, match="map of strings"):
+        parse_header(data, len(data))

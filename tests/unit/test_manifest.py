@@ -1,6 +1,8 @@
 """Manifests: one canonical form, exact coverage, and nothing else is accepted."""
 
+import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -67,7 +69,7 @@ def test_a_world_larger_than_its_tensors_is_legal() -> None:
         (SHARDS[:1], "ranks"),
         ([SHARDS[0], SHARDS[0]], "ranks"),
         ([SHARDS[0], shard(0, 2, [], step=121)], "several steps"),
-        ([SHARDS[0], shard(0, 2, [TensorSpec("b", "BF16", (3,))])], "twice"),
+        ([SHARDS[0], shard(0, 2, [TensorSpec("b", "BF16", (3,))])], "overlap"),
         ([SHARDS[0], {**SHARDS[1], "num_bytes": 5000}], "tile"),
         ([SHARDS[0], {**SHARDS[1], "file": "../../x"}], "names"),
         ([SHARDS[0], {**SHARDS[1], "checksums": ()}], "checksums"),
@@ -86,7 +88,7 @@ def edited(path: str, value: Any) -> bytes:
     for key in parents:
         target = target[key]
     target[last] = value
-    return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    return spelled(data)
 
 
 @pytest.mark.parametrize(
@@ -162,3 +164,134 @@ def test_a_cursor_that_is_not_json_is_refused() -> None:
             SHARDS, run_id="r", epoch=1, cursor=float("nan"), ids={}, created_at_s=0.0
         ).to_bytes()
     assert manifest.cursor == {"at": 7}
+
+
+# ---- sharded tensors ----
+
+
+def rows(name: str, begin: int, count: int, of: int = 5, dtype: str = "F32") -> TensorSpec:
+    """Rows of a tensor of shape (of, 2)."""
+    return TensorSpec(name, dtype, (count, 2), (of, 2), (begin, 0))
+
+
+def quarter(name: str, top: int, left: int) -> TensorSpec:
+    """A quarter of a tensor of shape (3, 4), cut unevenly in the first dimension."""
+    return TensorSpec(name, "BF16", (1 if top else 2, 2), (3, 4), (top, left))
+
+
+SHARDED = [
+    shard(0, 4, [rows("fsdp", 0, 2), quarter("mesh", 0, 0), TensorSpec("s", "I64", ())]),
+    shard(1, 4, [rows("fsdp", 2, 2), quarter("mesh", 0, 2), rows("small", 0, 1, of=1)]),
+    shard(2, 4, [rows("fsdp", 4, 1), quarter("mesh", 2, 0)]),
+    shard(3, 4, [quarter("mesh", 2, 2)]),  # has no rows of "fsdp"
+]
+
+
+def test_pieces_of_all_ranks_make_whole_tensors() -> None:
+    manifest = make(SHARDED)
+    tensors = {tensor.name: tensor for tensor in manifest.tensors}
+    assert {name: t.global_shape for name, t in tensors.items()} == {
+        "fsdp": (5, 2),
+        "mesh": (3, 4),
+        "s": (),
+        "small": (1, 2),
+    }
+    assert [(p.rank, p.offsets, p.shape) for p in tensors["fsdp"].pieces] == [
+        (0, (0, 0), (2, 2)),
+        (1, (2, 0), (2, 2)),
+        (2, (4, 0), (1, 2)),
+    ]
+    assert len(tensors["mesh"].pieces) == 4 and len(tensors["small"].pieces) == 1
+    data = manifest.to_bytes()
+    assert Manifest.from_bytes(data) == manifest
+    assert make(SHARDED[::-1]).to_bytes() == data
+
+
+def of_two(one: list[TensorSpec], other: list[TensorSpec]) -> list[dict[str, Any]]:
+    return [shard(0, 2, one), shard(1, 2, other)]
+
+
+def without(key: str) -> list[dict[str, Any]]:
+    """A rank's piece is acknowledged with one of its two fields."""
+    shards = copy.deepcopy(of_two([rows("a", 0, 3)], [rows("a", 3, 2)]))
+    del shards[1]["tensors"][0][key]
+    return shards
+
+
+@pytest.mark.parametrize(
+    ("shards", "reason"),
+    [
+        (of_two([rows("a", 0, 3)], []), "hold 6 of 10"),
+        (of_two([rows("a", 0, 3)], [rows("a", 4, 1)]), "hold 8 of 10"),
+        (of_two([rows("a", 0, 3)], [rows("a", 2, 3)]), "overlap"),
+        (of_two([rows("a", 0, 3)], [rows("a", 1, 2)]), "and a hole"),
+        (of_two([rows("a", 0, 5)], [rows("a", 3, 2)]), "overlap"),
+        (of_two([rows("a", 0, 3)], [rows("a", 3, 2, dtype="I32")]), "several kinds"),
+        (of_two([rows("a", 0, 3)], [rows("a", 3, 2, of=6)]), "several kinds"),
+        (without("offsets"), "without the other"),
+        (without("global_shape"), "without the other"),
+    ],
+)
+def test_pieces_that_make_no_tensor(shards: list[dict[str, Any]], reason: str) -> None:
+    with pytest.raises(ManifestError, match=reason):
+        make(shards)
+
+
+def numbers_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers_in(inner, (*path, key))
+    elif type(value) is int:
+        yield path
+
+
+def test_every_changed_number_of_a_tensor_is_refused() -> None:
+    good = json.loads(make(SHARDED).to_bytes())
+    paths = list(numbers_in(good["tensors"], ("tensors",)))
+    assert len(paths) > 60
+    for *parents, last in paths:
+        for change in (-1, 1, 2, 2**40):
+            data = copy.deepcopy(good)
+            target = data
+            for key in parents:
+                target = target[key]
+            target[last] += change
+            with pytest.raises(ManifestError):
+                Manifest.from_bytes(spelled(data))
+
+
+def spelled(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        lambda p: p[::-1],
+        lambda p: p[:2],
+        lambda p: [*p, p[-1]],
+        lambda p: [p[0], p[0], p[2]],
+        lambda p: [{**p[0], "offsets": [0]}, *p[1:]],
+        lambda p: [{**p[0], "shape": [2, 2, 1]}, *p[1:]],
+        lambda p: [{**p[0], "offsets": p[1]["offsets"]}, {**p[1], "offsets": [1, 0]}, p[2]],
+        lambda p: [{**p[0], "rank": 1, "file": p[1]["file"]}, *p[1:]],
+        lambda p: [{**p[0], "file": p[1]["file"]}, *p[1:]],
+    ],
+)
+def test_other_lists_of_pieces_are_refused(pieces: Any) -> None:
+    data = json.loads(make(SHARDED).to_bytes())
+    fsdp = data["tensors"][0]
+    assert fsdp["name"] == "fsdp"
+    fsdp["pieces"] = pieces(fsdp["pieces"])
+    with pytest.raises(ManifestError):
+        Manifest.from_bytes(spelled(data))
+
+
+def test_a_manifest_of_many_pieces() -> None:
+    """Sixty ranks with a row of sixty tensors each."""
+    world, names = 60, [f"t{number:03d}" for number in range(60)]
+    shards = [shard(r, world, [rows(name, r, 1, of=world) for name in names]) for r in range(world)]
+    manifest = make(shards)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert sum(len(tensor.pieces) for tensor in manifest.tensors) == 3600

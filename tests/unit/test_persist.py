@@ -58,14 +58,16 @@ def root() -> Iterator[str]:
         yield folder
 
 
-def slot_with(root: str, step: int, fill: int, name: str = "slot") -> Slot:
+def slot_with(
+    root: str, step: int, fill: int, name: str = "slot", layout: ImageLayout = LAYOUT
+) -> Slot:
     path = os.path.join(root, name)
     if not os.path.exists(path):
-        create_slot(path, LAYOUT.total_bytes, 100)
+        create_slot(path, layout.total_bytes, 100)
     slot = Slot.open(path)
     slot.begin(1, step, 0, 1)
-    slot.image[: LAYOUT.header_bytes] = LAYOUT.header
-    slot.image[LAYOUT.header_bytes :] = bytes([fill]) * (LAYOUT.total_bytes - LAYOUT.header_bytes)
+    slot.image[: layout.header_bytes] = layout.header
+    slot.image[layout.header_bytes :] = bytes([fill]) * (layout.total_bytes - layout.header_bytes)
     slot.set_extras(json.dumps({"fill": fill}).encode())
     slot.commit()
     return slot
@@ -161,9 +163,9 @@ def test_a_slot_overwritten_meanwhile_leaves_no_record(
     slot = slot_with(root, 1, fill=1)
     real = write_shard
 
-    def overwritten(path: str, view: memoryview, chunk_bytes: int) -> ShardRef:
+    def overwritten(path: str, view: memoryview, chunk_bytes: int, pace: Any) -> ShardRef:
         slot_with(root, 2, fill=2)
-        return real(path, view, chunk_bytes)
+        return real(path, view, chunk_bytes, pace)
 
     monkeypatch.setattr(persist, "write_shard", overwritten)
     with pytest.raises(CorruptShardError, match="overwritten"):
@@ -179,3 +181,10 @@ def test_an_empty_or_torn_slot_is_refused(root: str) -> None:
     slot.begin(1, 2, 0, 1)
     with pytest.raises(CorruptShardError, match="no complete snapshot"):
         save(slot, root)
+
+
+def test_a_record_says_which_piece_of_a_tensor_it_has(root: str) -> None:
+    layout = ImageLayout.plan([TensorSpec("w", "F32", (3000,), (7000,), (4000,))], {})
+    saved = save(slot_with(root, 1, fill=1, layout=layout), root)
+    assert (saved.tensors[0]["global_shape"], saved.tensors[0]["offsets"]) == ([7000], [4000])
+    assert persist.read_record(root, 1, 1, 0) == saved

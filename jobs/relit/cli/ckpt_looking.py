@@ -243,7 +243,12 @@ def _details(copy: StepCopy, pinned: bool, tensors: bool) -> dict[str, Any]:
     }
     if tensors:
         found["tensor_list"] = [
-            {"name": t.name, "dtype": t.dtype, "shape": list(t.global_shape)}
+            {
+                "name": t.name,
+                "dtype": t.dtype,
+                "shape": list(t.global_shape),
+                "pieces": len(t.pieces),
+            }
             for t in copy.manifest.tensors
         ]
     return found
@@ -268,4 +273,5 @@ def _say_details(copy: dict[str, Any], out: Output) -> None:
     for name, sums in copy["objects"].items():
         out.say(f"  object {name}: {sums['tensors']} tensors, {size_text(sums['bytes'])}")
     for tensor in copy.get("tensor_list", ()):
-        out.say(f"    {tensor['name']} {tensor['dtype']} {tensor['shape']}")
+        cut = f", {tensor['pieces']} pieces" if tensor["pieces"] > 1 else ""
+        out.say(f"    {tensor['name']} {tensor['dtype']} {tensor['shape']}{cut}")

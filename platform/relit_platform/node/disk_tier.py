@@ -25,7 +25,8 @@ from relit_storage.checkpoint.durable import (
     sync_dir,
     write_file,
 )
-from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, ShardEntry
+from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
+from relit_storage.checkpoint.manifest_entries import ShardEntry
 from relit_storage.checkpoint.manifest_schema import check_types
 from relit_storage.errors import (
     CommitConflictError,

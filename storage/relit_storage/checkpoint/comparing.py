@@ -1,7 +1,8 @@
 """What differs between two committed steps, tensor by tensor, down to the elements.
 
-Tensors whose chunks have equal checksums at equal places are equal without being read; of the
-others one pair at a time is in memory.
+Tensors are compared whole, in however many pieces either step has them. Those whose pieces lie at
+equal places in chunks of equal checksums are equal without being read; of the others one pair at a
+time is in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy.typing as npt
 
 from relit_storage.checkpoint.copy_reading import CopyReader, in_file_order
 from relit_storage.checkpoint.image import ITEM_BYTES
-from relit_storage.checkpoint.manifest import Manifest, Piece, ShardEntry, TensorEntry
+from relit_storage.checkpoint.manifest import Manifest
+from relit_storage.checkpoint.manifest_entries import Piece, TensorEntry
 
 SLICE_ELEMENTS = 1 << 20
 _NUMBERS: dict[str, str] = {
@@ -95,17 +97,19 @@ def _kind(tensor: TensorEntry) -> str:
 
 
 def _same_chunks(a: CopyReader, one: TensorEntry, b: CopyReader, other: TensorEntry) -> bool:
-    if len(one.pieces) != 1 or len(other.pieces) != 1:
+    """Both are cut alike, and each piece lies at the same place in chunks that are the same."""
+    if len(one.pieces) != len(other.pieces):
         return False
-    mine, theirs = one.pieces[0], other.pieces[0]
-    if mine.byte_range != theirs.byte_range:
-        return False
-    sums = [_checksums(reader.manifest, piece) for reader, piece in ((a, mine), (b, theirs))]
-    return sums[0] == sums[1]
+    return all(
+        mine.box == theirs.box
+        and mine.byte_range == theirs.byte_range
+        and _checksums(a, mine) == _checksums(b, theirs)
+        for mine, theirs in zip(one.pieces, other.pieces, strict=True)
+    )
 
 
-def _checksums(manifest: Manifest, piece: Piece) -> tuple[int, tuple[str, ...]]:
-    shard: ShardEntry = next(s for s in manifest.shards if s.file == piece.file)
+def _checksums(reader: CopyReader, piece: Piece) -> tuple[int, tuple[str, ...]]:
+    shard = reader.shards[piece.file]
     begin, end = piece.byte_range
     if begin == end or shard.chunk_bytes < 1:
         return 0, ()

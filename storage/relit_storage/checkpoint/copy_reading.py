@@ -1,22 +1,27 @@
 """Reading a committed step piece by piece, each byte checked before it is handed out.
 
 The chunk is the unit of reads and of checksums, so a reader holds one chunk, whatever the size of
-the checkpoint; whoever walks the tensors in file order (`in_file_order`) reads each chunk once.
+the checkpoint. Tensors come out whole, however many ranks saved them, in one of two ways:
+
+    stream    the bytes of many tensors file by file, each chunk read once, one chunk in memory;
+              they come in the order of the files, each with its place in its tensor
+    read      one tensor in memory: it, its largest piece, and a chunk of each file it lies in
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NoReturn
 
 from relit_storage.checkpoint.checksum import checksum
 from relit_storage.checkpoint.copies import StepCopy
 from relit_storage.checkpoint.image import ITEM_BYTES
-from relit_storage.checkpoint.manifest import Manifest, Piece, ShardEntry, TensorEntry
+from relit_storage.checkpoint.manifest import Manifest
+from relit_storage.checkpoint.manifest_entries import Piece, ShardEntry, TensorEntry
+from relit_storage.checkpoint.pieces import Box, paste, spans
 from relit_storage.checkpoint.shard import ShardRef, check_chunk
 from relit_storage.errors import (
     CorruptShardError,
@@ -27,6 +32,8 @@ from relit_storage.errors import (
 )
 from relit_storage.run.layout import manifest_key
 from relit_storage.stores.protocol import ObjectStore
+
+KEPT_BYTES = 256 << 20  # of chunks, one of each file: neighbours of a piece are read next
 
 
 class CopyReader:
@@ -42,9 +49,20 @@ class CopyReader:
             raise ManifestError(file=key, reason=copy.problem)
         self.copy = copy
         self.manifest: Manifest = copy.manifest
-        self._shards = {shard.file: shard for shard in self.manifest.shards}
+        self.shards: Mapping[str, ShardEntry] = {s.file: s for s in self.manifest.shards}
         self._stores: dict[str, ObjectStore] = {}
-        self._chunk: tuple[str, int, memoryview] = ("", -1, memoryview(b""))
+        self._kept: dict[str, tuple[int, memoryview]] = {}  # a chunk of each file, oldest first
+
+    @cached_property
+    def pieces(self) -> Mapping[str, list[tuple[TensorEntry, Piece]]]:
+        """What lies in each file, by its name, in the order of the bytes."""
+        found: dict[str, list[tuple[TensorEntry, Piece]]] = {file: [] for file in self.shards}
+        for tensor in self.manifest.tensors:
+            for piece in tensor.pieces:
+                found[piece.file].append((tensor, piece))
+        for lying in found.values():
+            lying.sort(key=lambda both: both[1].byte_range)
+        return found
 
     def extras(self, rank: int) -> dict[str, Any]:
         """A rank's JSON: position, ids, and the structure of the state."""
@@ -57,43 +75,44 @@ class CopyReader:
         return _parsed_extras(raw, shard.extras_file, self.manifest.step)
 
     def chunk(self, shard: ShardEntry, index: int) -> memoryview:
-        """One chunk of a shard, checked. The one read last is kept."""
-        if self._chunk[:2] == (shard.file, index):
-            return self._chunk[2]
+        """One chunk of a shard, read and checked."""
         ref = ref_of(shard)
         begin, end = ref.chunk_range(index)
         store = self.store_of(shard.file, shard.num_bytes)
         with refusing(shard.file):
             raw = store.get_range(shard.file, begin, end - begin)
         check_chunk(shard.file, ref, index, raw)
-        self._chunk = (shard.file, index, memoryview(raw))
-        return self._chunk[2]
+        return memoryview(raw)
 
-    def blocks(self, tensor: TensorEntry) -> Iterator[tuple[int, memoryview]]:
-        """A tensor's bytes as (offset in the dense whole tensor, bytes); valid until the next."""
-        for piece in tensor.pieces:
-            for source, target, count in runs_of(tensor, piece):
-                yield from self._run(piece.file, source, target, count)
+    def stream(
+        self, tensors: Iterable[TensorEntry]
+    ) -> Iterator[tuple[TensorEntry, int, memoryview]]:
+        """All bytes of some tensors as (tensor, offset in the dense whole tensor, bytes), in the
+        order of the files: each chunk is read once. Bytes are valid until the next.
+        """
+        wanted = {tensor.name for tensor in tensors}
+        for file in self.shards:
+            self._kept.clear()
+            for tensor, piece in self.pieces[file]:
+                if tensor.name in wanted:
+                    for offset, block in self._blocks(tensor, piece):
+                        yield tensor, offset, block
 
     def read(self, tensor: TensorEntry) -> bytearray:
         """A whole tensor in memory."""
-        size = math.prod(tensor.global_shape) * ITEM_BYTES[tensor.dtype]
-        whole = bytearray(size)
-        for offset, block in self.blocks(tensor):
-            whole[offset : offset + len(block)] = block
-        return whole
-
-    def _run(
-        self, file: str, source: int, target: int, count: int
-    ) -> Iterator[tuple[int, memoryview]]:
-        shard = self._shards[file]
-        if count and shard.chunk_bytes < 1:
-            _refuse(file, "its chunks have no size")
-        while count:
-            index, inside = divmod(source, shard.chunk_bytes)
-            block = self.chunk(shard, index)[inside : inside + count]
-            yield target, block
-            source, target, count = source + len(block), target + len(block), count - len(block)
+        item = ITEM_BYTES[tensor.dtype]
+        whole = Box.whole(tensor.global_shape)
+        dense = bytearray(whole.volume * item)
+        for piece in tensor.pieces:
+            begin, end = piece.byte_range
+            part = dense if piece.box == whole else bytearray(end - begin)
+            done = 0
+            for block in self._run(piece.file, begin, end - begin):
+                part[done : done + len(block)] = block
+                done += len(block)
+            if part is not dense:
+                paste(part, piece.box, dense, whole, item)
+        return dense
 
     def store_of(self, file: str, num_bytes: int) -> ObjectStore:
         """The store that has a file of this copy, after its size was looked at."""
@@ -106,6 +125,40 @@ class CopyReader:
                 _refuse(file, f"{found[1]} bytes, expected {num_bytes}")
             self._stores[file] = found[0]
         return self._stores[file]
+
+    def _blocks(self, tensor: TensorEntry, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+        whole, item = Box.whole(tensor.global_shape), ITEM_BYTES[tensor.dtype]
+        begin = piece.byte_range[0]
+        for source, target, count in spans(piece.box, whole, item):
+            for block in self._run(piece.file, begin + source, count):
+                yield target, block
+                target += len(block)
+
+    def _run(self, file: str, begin: int, count: int) -> Iterator[memoryview]:
+        """`count` bytes of a file from `begin` on, as they are cut by its chunks."""
+        shard = self.shards[file]
+        if count and shard.chunk_bytes < 1:
+            _refuse(file, "its chunks have no size")
+        while count:
+            index, inside = divmod(begin, shard.chunk_bytes)
+            block = self._kept_chunk(shard, index)[inside : inside + count]
+            yield block
+            begin, count = begin + len(block), count - len(block)
+
+    def _kept_chunk(self, shard: ShardEntry, index: int) -> memoryview:
+        """The chunk of a file that was read last need not be read again."""
+        found = self._kept.pop(shard.file, None)
+        if found is None or found[0] != index:
+            self._make_room(shard.chunk_bytes)
+            found = (index, self.chunk(shard, index))
+        self._kept[shard.file] = found  # the newest of all
+        return found[1]
+
+    def _make_room(self, num_bytes: int) -> None:
+        held = sum(len(chunk) for _, chunk in self._kept.values())
+        while self._kept and held + num_bytes > KEPT_BYTES:
+            oldest = next(iter(self._kept))
+            held -= len(self._kept.pop(oldest)[1])
 
 
 @contextlib.contextmanager
@@ -123,8 +176,10 @@ def refusing(file: str) -> Iterator[None]:
         _refuse(file, str(error.fields.get("cause", error)))
 
 
-def in_file_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """The order in which every chunk is read once."""
+def in_file_order(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """The order in which `read` of one after the other reads every chunk once, if a chunk of each
+    file may be kept; of tensors in many pieces, if all ranks have them in the same order.
+    """
     return sorted(tensors, key=lambda t: (t.pieces[0].file, t.pieces[0].byte_range))
 
 
@@ -133,29 +188,6 @@ def ref_of(shard: ShardEntry) -> ShardRef:
     return ShardRef(
         num_bytes=shard.num_bytes, chunk_bytes=shard.chunk_bytes, checksums=shard.checksums
     )
-
-
-def runs_of(tensor: TensorEntry, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """A piece as runs without a gap: (offset in its file, in the dense whole tensor, bytes).
-
-    One run for a piece that covers all dimensions but the first.
-    """
-    item = ITEM_BYTES[tensor.dtype]
-    whole, box = tensor.global_shape, piece.shape
-    split = len(box)  # dimensions from here on are whole
-    while split and box[split - 1] == whole[split - 1]:
-        split -= 1
-    inner = max(0, split - 1)  # a run spans this dimension's part and all behind it
-    count = math.prod(box[inner:]) * item
-    if not count:
-        return
-    strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
-    base = sum(begin * stride for begin, stride in zip(piece.offsets, strides, strict=True))
-    source = piece.byte_range[0]
-    for place in itertools.product(*(range(size) for size in box[:inner])):
-        target = base + sum(at * stride for at, stride in zip(place, strides, strict=False))
-        yield source, target, count
-        source += count
 
 
 def _parsed_extras(raw: bytes, file: str, step: int) -> dict[str, Any]:

@@ -5,8 +5,9 @@
     tensors            by descending item size, then by name, without holes
 
 Descending item size keeps every tensor aligned to its own item although the format allows no
-padding between tensors; 4096 keeps the file fit for direct I/O. `parse_header` trusts nothing: it
-reads files of unknown origin, and all that it lets through tiles the file exactly.
+padding between tensors; 4096 keeps the file fit for direct I/O. A tensor may be a piece of a larger
+one: the metadata then says which (`piece_listing`). `parse_header` trusts nothing: it reads files
+of unknown origin, and all that it lets through tiles the file exactly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from relit_storage.checkpoint.piece_listing import (
+    PIECES_KEY,
+    Place,
+    are_naturals,
+    parse_listing,
+    write_listing,
+)
+from relit_storage.checkpoint.pieces import Box, Shape
+from relit_storage.checkpoint.strict_json import load_strict
 from relit_storage.errors import CorruptShardError
 
 ALIGN_BYTES = 4096
@@ -49,15 +59,47 @@ ITEM_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor by its safetensors dtype ("F32", "BF16", ...); shape () is a scalar."""
+    """One tensor by its safetensors dtype ("F32", "BF16", ...); shape () is a scalar.
+
+    With global_shape and offsets it is a piece: `shape` is a box of a tensor of global_shape that
+    begins at offsets. Without, or if the box turns out to be all of its tensor, it is whole, and
+    both are None: one meaning has one spelling.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
+    global_shape: Shape | None = None
+    offsets: Shape | None = None
+
+    def __post_init__(self) -> None:
+        if self.global_shape == self.shape and self.offsets == (0,) * len(self.shape):
+            object.__setattr__(self, "global_shape", None)
+            object.__setattr__(self, "offsets", None)
+
+    @property
+    def whole(self) -> bool:
+        """Not a piece of a larger tensor."""
+        return self.global_shape is None and self.offsets is None
+
+    @property
+    def full_shape(self) -> Shape:
+        """The shape of the tensor that this one, or a piece of which this one, is."""
+        return self.shape if self.global_shape is None else self.global_shape
+
+    @property
+    def origin(self) -> Shape:
+        """Where it begins in the tensor of full_shape; zeros for a whole one."""
+        return (0,) * len(self.shape) if self.offsets is None else self.offsets
+
+    @property
+    def box(self) -> Box:
+        """Its place in the tensor of full_shape."""
+        return Box(self.origin, self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the dense tensor; 0 for an empty one. KeyError if the dtype is unknown."""
+        """Size of the dense tensor or piece; 0 for an empty one. KeyError: unknown dtype."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -65,17 +107,20 @@ class TensorSpec:
         """Why there can be no such tensor, or "". Cheap for any shape, however absurd."""
         if self.dtype not in ITEM_BYTES:
             return f"has the unknown dtype {self.dtype!r}"
-        if len(self.shape) > MAX_DIMS:
-            return f"has {len(self.shape)} dimensions"
-        if any(size < 0 for size in self.shape):
-            return f"has the shape {self.shape}"
+        if (self.global_shape is None) != (self.offsets is None):
+            return "has one of global shape and offsets without the other"
+        full = self.full_shape
+        if len(full) > MAX_DIMS:
+            return f"has {len(full)} dimensions"
+        if any(size < 0 for size in full):
+            return f"has the shape {full}"
         num_bytes = ITEM_BYTES[self.dtype]
-        for size in self.shape:
+        for size in full:
             # An empty dimension does not excuse the others: readers multiply in 64 bits.
             num_bytes *= max(1, size)
             if num_bytes > MAX_TENSOR_BYTES:
                 return "has more elements than can be counted"
-        return ""
+        return "" if self.whole else self.box.fault_in(full)
 
 
 @dataclass(frozen=True)
@@ -102,26 +147,21 @@ class ImageLayout:
         return self.offsets[name]
 
     def index(self) -> tuple[dict[str, Any], ...]:
-        """JSON of what lies where: name, dtype, shape, byte_range [from, to) in the image."""
-        return tuple(
-            {
-                "name": spec.name,
-                "dtype": spec.dtype,
-                "shape": list(spec.shape),
-                "byte_range": [self.offsets[spec.name], self.offsets[spec.name] + spec.num_bytes],
-            }
-            for spec in self.specs
-        )
+        """JSON of what lies where: name, dtype, shape, byte_range [from, to) in the image, and
+        global_shape and offsets of what is a piece.
+        """
+        return tuple(_indexed(spec, self.offsets[spec.name]) for spec in self.specs)
 
     @classmethod
     def plan(cls, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> ImageLayout:
         """Lay out an image. Pure and the same for any order of `specs`.
 
-        `format: pt` is added to the metadata, because common readers ask for it. Raises ValueError
-        for a name used twice, a reserved name, an unknown dtype, a negative dimension.
+        `format: pt` is added to the metadata, because common readers ask for it, and the listing
+        of the pieces. Raises ValueError for a name used twice, a reserved name, an unknown dtype,
+        a negative dimension, a piece that does not lie inside its tensor.
         """
         ordered = sorted(_checked(specs), key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name))
-        header: dict[str, Any] = {METADATA_KEY: {"format": "pt", **metadata}}
+        header: dict[str, Any] = {METADATA_KEY: _metadata(ordered, metadata)}
         end = 0
         for spec in ordered:
             begin, end = end, end + spec.num_bytes
@@ -148,7 +188,9 @@ def parse_header(buf: bytes | memoryview, total_bytes: int, file: str = "image")
     """The layout of an image from its first bytes; `buf` must hold the header, may hold more.
 
     total_bytes is the size of the whole file; tensors must tile it from the header to its end.
-    `file` only names it in the error. Raises CorruptShardError for anything else.
+    Each piece lies inside its tensor; whether the pieces of all images tile it, only their reader
+    can see (`boxes_tile`). `file` only names it in the error. Raises CorruptShardError for
+    anything else.
     """
     header_bytes = _header_bytes(buf, total_bytes, file)
     header = bytes(buf[:header_bytes])
@@ -156,7 +198,11 @@ def parse_header(buf: bytes | memoryview, total_bytes: int, file: str = "image")
     metadata = entries.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         _refuse(file, "metadata is not a map of strings")
-    found = sorted((_entry(name, entry, file) for name, entry in entries.items()), key=_by_place)
+    places = _places(metadata, entries, file)
+    found = sorted(
+        (_entry(name, entry, places.get(name), file) for name, entry in entries.items()),
+        key=_by_place,
+    )
     end = 0
     for begin, stop, spec in found:
         if begin != end:
@@ -171,6 +217,26 @@ def parse_header(buf: bytes | memoryview, total_bytes: int, file: str = "image")
         total_bytes=total_bytes,
         offsets={spec.name: header_bytes + begin for begin, _, spec in found},
     )
+
+
+def _indexed(spec: TensorSpec, begin: int) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": spec.name,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "byte_range": [begin, begin + spec.num_bytes],
+    }
+    if not spec.whole:
+        entry |= {"global_shape": list(spec.full_shape), "offsets": list(spec.origin)}
+    return entry
+
+
+def _metadata(specs: Iterable[TensorSpec], given: Mapping[str, str]) -> dict[str, str]:
+    if PIECES_KEY in given:
+        raise ValueError(f"metadata {PIECES_KEY!r} is reserved")
+    places = {spec.name: (spec.full_shape, spec.origin) for spec in specs if not spec.whole}
+    listing = {PIECES_KEY: write_listing(places)} if places else {}
+    return {"format": "pt", **given, **listing}
 
 
 def _checked(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
@@ -197,7 +263,7 @@ def _header_bytes(buf: bytes | memoryview, total_bytes: int, file: str) -> int:
 
 def _load(text: bytes, file: str) -> dict[str, Any]:
     try:
-        entries = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        entries = load_strict(text.decode())
     except (ValueError, RecursionError) as error:
         _refuse(file, f"header does not parse: {error}")
     if not isinstance(entries, dict):
@@ -205,38 +271,39 @@ def _load(text: bytes, file: str) -> dict[str, Any]:
     return entries
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name appears twice")
-    return made
+def _places(metadata: Mapping[str, str], entries: Mapping[str, Any], file: str) -> dict[str, Place]:
+    if PIECES_KEY not in metadata:
+        return {}
+    try:
+        places = parse_listing(metadata[PIECES_KEY])
+    except (ValueError, RecursionError) as error:
+        _refuse(file, f"{PIECES_KEY} does not parse: {error}")
+    for name in places:
+        if name not in entries:
+            _refuse(file, f"{PIECES_KEY} names {name!r}, which is not in the file")
+    return places
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _entry(name: str, entry: Any, file: str) -> tuple[int, int, TensorSpec]:
+def _entry(name: str, entry: Any, place: Place | None, file: str) -> tuple[int, int, TensorSpec]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         _refuse(file, f"tensor {name!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str):
         _refuse(file, f"tensor {name!r} has the unknown dtype {dtype!r}")
-    if not _naturals(shape):
+    if not are_naturals(shape):
         _refuse(file, f"tensor {name!r} has the shape {shape!r}")
-    if not _naturals(offsets) or len(offsets) != 2:
+    if not are_naturals(offsets) or len(offsets) != 2:
         _refuse(file, f"tensor {name!r} has the offsets {offsets!r}")
-    spec = TensorSpec(name, dtype, tuple(shape))
+    global_shape, begin_at = place or (None, None)
+    spec = TensorSpec(name, dtype, tuple(shape), global_shape, begin_at)
     if spec.fault:
         _refuse(file, f"tensor {name!r} {spec.fault}")
+    if place and spec.whole:
+        _refuse(file, f"tensor {name!r} is whole, and listed as a piece")
     begin, end = offsets
     if end - begin != spec.num_bytes:
         _refuse(file, f"tensor {name!r} takes {end - begin} bytes, its shape {spec.num_bytes}")
     return begin, end, spec
-
-
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _by_place(found: tuple[int, int, TensorSpec]) -> tuple[int, int]:

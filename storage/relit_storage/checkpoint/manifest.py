@@ -9,8 +9,8 @@ one sha256 names them:
               extras_checksum
     cursor    position in the data          ids    of config, code and data set
 
-In this version each tensor is one whole piece in exactly one shard; the format already allows
-pieces. `from_bytes` accepts nothing that `to_bytes` would not have written.
+A tensor that every rank has is one piece, saved by one of them; a sharded one is a piece of each
+rank that has some of it. `from_bytes` accepts nothing that `to_bytes` would not have written.
 """
 
 from __future__ import annotations
@@ -18,54 +18,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from relit_storage.checkpoint.checksum import num_chunks
-from relit_storage.checkpoint.image import MAX_REASON, TensorSpec
+from relit_storage.checkpoint.coverage import shards_fault, tensors_fault
+from relit_storage.checkpoint.image import MAX_REASON
+from relit_storage.checkpoint.manifest_entries import Piece, ShardEntry, TensorEntry
 from relit_storage.checkpoint.manifest_schema import check_types
 from relit_storage.errors import ManifestError
-from relit_storage.run.layout import extras_key, shard_key
 
 VERSION = 1
-MAX_MANIFEST_BYTES = 64 << 20  # a quarter of a million tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A box of a tensor: its place in the whole tensor, and its bytes [from, to) in a file."""
-
-    file: str
-    rank: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    byte_range: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """A tensor of the whole job, wherever its pieces lie."""
-
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardEntry:
-    """A rank's files; names are relative to the root of any tier."""
-
-    rank: int
-    node_id: str
-    file: str
-    num_bytes: int
-    chunk_bytes: int
-    checksums: tuple[str, ...]
-    extras_file: str
-    extras_bytes: int
-    extras_checksum: str
+MAX_MANIFEST_BYTES = 64 << 20  # a quarter of a million pieces
+_Found = tuple[Mapping[str, Any], Piece]  # a tensor as an agent acknowledged it, and where it lies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +69,6 @@ class Manifest:
         if len(moments) != 1:
             raise ManifestError(file="manifest", reason=f"shards of several steps: {moments}")
         step, generation, world = moments.pop()
-        tensors = [_whole_tensor(entry, shard) for shard in found for entry in shard["tensors"]]
         names = [f.name for f in dataclasses.fields(ShardEntry)]
         manifest = cls(
             run_id=run_id,
@@ -112,7 +76,7 @@ class Manifest:
             step=step,
             generation=generation,
             world=world,
-            tensors=tuple(sorted(tensors, key=lambda tensor: tensor.name)),
+            tensors=_collected(found),
             shards=tuple(_shard_entry({name: shard[name] for name in names}) for shard in found),
             cursor=cursor,
             ids=dict(ids),
@@ -123,7 +87,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON. ValueError if the cursor holds NaN or infinity."""
-        return _canonical(dataclasses.asdict(self))
+        text = json.dumps(
+            self, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_fields_of
+        )
+        return text.encode()
 
     @property
     def sha256(self) -> str:
@@ -157,73 +124,51 @@ class Manifest:
     def check_coverage(self, file: str = "manifest") -> None:
         """Raise ManifestError unless every byte of every tensor is there exactly once.
 
-        That is: the ranks are 0 to world-1; each tensor is one whole piece; in each file the
-        pieces follow each other without hole or overlap up to the end of the file.
+        That is: the ranks are 0 to world-1; the pieces of each tensor tile it, disjoint boxes
+        without a hole; in each file the pieces follow each other up to the end of the file.
         """
-        ranks = [shard.rank for shard in self.shards]
-        if len(ranks) != self.world or ranks != list(range(len(ranks))):
-            _refuse(file, f"shards of ranks {ranks} in world {self.world}")
-        for shard in self.shards:
-            self._check_names(shard, file)
-            if len(shard.checksums) != num_chunks(shard.num_bytes, max(1, shard.chunk_bytes)):
-                _refuse(file, f"{shard.file} has {len(shard.checksums)} checksums")
-        names = [tensor.name for tensor in self.tensors]
-        if names != sorted(set(names)):
-            _refuse(file, "a tensor appears twice, or tensors are not in order")
-        for tensor in self.tensors:
-            _check_piece(tensor, file)
-        self._check_tiling(file)
-
-    def _check_names(self, shard: ShardEntry, file: str) -> None:
-        """Names are derived, never free: a manifest cannot point outside its own step."""
-        place = self.step, self.generation, shard.rank
-        if (shard.file, shard.extras_file) != (shard_key(*place), extras_key(*place)):
-            _refuse(file, f"{shard.file!r} and {shard.extras_file!r} are not names of this step")
-
-    def _check_tiling(self, file: str) -> None:
-        pieces: dict[tuple[str, int], list[tuple[int, int]]] = {
-            (shard.file, shard.rank): [] for shard in self.shards
-        }
-        for tensor in self.tensors:
-            piece = tensor.pieces[0]
-            if (piece.file, piece.rank) not in pieces:
-                _refuse(file, f"tensor {tensor.name!r} lies in an unknown shard {piece.file}")
-            pieces[piece.file, piece.rank].append(piece.byte_range)
-        for shard in self.shards:
-            ranges = sorted(pieces[shard.file, shard.rank])
-            ends = [*(begin for begin, _ in ranges[1:]), shard.num_bytes]
-            if ranges and [end for _, end in ranges] != ends:
-                _refuse(file, f"tensors do not tile {shard.file}")
+        fault = shards_fault(self.step, self.generation, self.world, self.shards)
+        fault = fault or tensors_fault(self.tensors, self.shards)
+        if fault:
+            _refuse(file, fault)
 
 
-def _check_piece(tensor: TensorEntry, file: str) -> None:
-    if len(tensor.pieces) != 1:
-        _refuse(file, f"tensor {tensor.name!r} has {len(tensor.pieces)} pieces")
-    piece = tensor.pieces[0]
-    if piece.shape != tensor.global_shape or piece.offsets != (0,) * len(piece.shape):
-        _refuse(file, f"tensor {tensor.name!r} is not covered by its piece")
-    begin, end = piece.byte_range
-    spec = TensorSpec(tensor.name, tensor.dtype, tensor.global_shape)
-    if spec.fault:
-        _refuse(file, f"tensor {tensor.name!r} {spec.fault}")
-    expected = spec.num_bytes
-    if begin < 0 or end - begin != expected:
-        _refuse(file, f"tensor {tensor.name!r} takes {end - begin} bytes, its shape {expected}")
+def _collected(shards: Sequence[Mapping[str, Any]]) -> tuple[TensorEntry, ...]:
+    """The tensors of shards that are in order of rank: the pieces of equal names are one's."""
+    found: dict[str, list[_Found]] = {}
+    for shard in shards:
+        for entry in shard["tensors"]:
+            found.setdefault(entry["name"], []).append((entry, _piece(entry, shard)))
+    return tuple(_tensor(name, found[name]) for name in sorted(found))
 
 
-def _whole_tensor(entry: Mapping[str, Any], shard: Mapping[str, Any]) -> TensorEntry:
-    shape = tuple(entry["shape"])
+def _tensor(name: str, found: Sequence[_Found]) -> TensorEntry:
+    kinds = {(entry["dtype"], _global_shape(entry)) for entry, _ in found}
+    if len(kinds) != 1:
+        raise ManifestError(file="manifest", reason=f"tensor {name!r} is of several kinds: {kinds}")
+    dtype, shape = kinds.pop()
+    pieces = tuple(piece for _, piece in found)
+    return TensorEntry(name=name, dtype=dtype, global_shape=shape, pieces=pieces)
+
+
+def _piece(entry: Mapping[str, Any], shard: Mapping[str, Any]) -> Piece:
     begin, end = entry["byte_range"]
-    piece = Piece(
+    shape = tuple(entry["shape"])
+    return Piece(
         file=shard["file"],
         rank=shard["rank"],
-        offsets=(0,) * len(shape),
+        offsets=tuple(entry.get("offsets", (0,) * len(shape))),
         shape=shape,
         byte_range=(begin, end),
     )
-    return TensorEntry(
-        name=entry["name"], dtype=entry["dtype"], global_shape=shape, pieces=(piece,)
-    )
+
+
+def _global_shape(entry: Mapping[str, Any]) -> tuple[int, ...]:
+    """A whole tensor's entry has neither its global shape nor offsets."""
+    if ("global_shape" in entry) != ("offsets" in entry):
+        reason = f"tensor {entry['name']!r} has one of global shape and offsets without the other"
+        raise ManifestError(file="manifest", reason=reason)
+    return tuple(entry.get("global_shape", entry["shape"]))
 
 
 def _manifest(data: dict[str, Any]) -> Manifest:
@@ -248,9 +193,18 @@ def _tuples(data: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
 
 
-def _canonical(value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode()
+_FIELDS: Mapping[type, tuple[str, ...]] = {
+    kind: tuple(f.name for f in dataclasses.fields(kind))
+    for kind in (Manifest, TensorEntry, Piece, ShardEntry)
+}
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """For the JSON encoder: `dataclasses.asdict` would copy every number first."""
+    names = _FIELDS.get(type(value))
+    if names is None:
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return {name: getattr(value, name) for name in names}
 
 
 def _refuse(file: str, reason: str, cause: Exception | None = None) -> NoReturn:

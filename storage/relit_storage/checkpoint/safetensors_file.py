@@ -1,7 +1,9 @@
 """Writing tensors of a committed step into safetensors files that other tools read.
 
 Bytes go from the reader's chunk straight to their place in the file: memory stays at one chunk,
-and no tensor library is needed. The layout is that of our own images, which the format allows.
+whatever the pieces of a tensor are, and no tensor library is needed. A piece that is cut along
+more than the first dimension is written row by row. The layout is that of our own images, which
+the format allows.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relit_storage.checkpoint.copy_reading import CopyReader, in_file_order
+from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.checkpoint.image import ImageLayout, TensorSpec
-from relit_storage.checkpoint.manifest import TensorEntry
+from relit_storage.checkpoint.manifest_entries import TensorEntry
 
 OnBytes = Callable[[int], None]
 INDEX_SUFFIX = ".safetensors.index.json"
+REPORT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,19 @@ def write_tensors(
     """
     chosen = list(tensors)
     layout = ImageLayout.plan((named.spec for named in chosen), metadata)
-    names = {named.tensor.name: named.name for named in chosen}
+    begins = {named.tensor.name: layout.offset(named.name) for named in chosen}
     fd = _create(path)
     try:
         os.ftruncate(fd, layout.total_bytes)
         _write_at(fd, memoryview(layout.header), 0)
-        for tensor in in_file_order([named.tensor for named in chosen]):
-            begin = layout.offset(names[tensor.name])
-            for offset, block in reader.blocks(tensor):
-                _write_at(fd, block, begin + offset)
-                on_bytes(len(block))
+        done = 0
+        for tensor, offset, block in reader.stream(named.tensor for named in chosen):
+            _write_at(fd, block, begins[tensor.name] + offset)
+            done += len(block)
+            if done >= REPORT_BYTES:  # rows may be short, and a progress bar is slow
+                on_bytes(done)
+                done = 0
+        on_bytes(done)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy
 from relit_storage.checkpoint.copy_reading import CopyReader, ref_of, refusing
 from relit_storage.checkpoint.image import MAX_HEADER_BYTES, parse_header
-from relit_storage.checkpoint.manifest import Manifest, ShardEntry
+from relit_storage.checkpoint.manifest_entries import ShardEntry
 from relit_storage.errors import CorruptShardError
 from relit_storage.run.layout import manifest_key
 
@@ -66,19 +66,17 @@ def _check_header(reader: CopyReader, shard: ShardEntry) -> None:
         length = int.from_bytes(store.get_range(shard.file, 0, 8), "little")
         head = store.get_range(shard.file, 0, 8 + min(length, MAX_HEADER_BYTES, size))
     layout = parse_header(head, size, shard.file)
-    lies = {(spec.name, spec.dtype, spec.shape, layout.offset(spec.name)) for spec in layout.specs}
-    if lies != _expected(reader.manifest, shard.file):
+    lies = {
+        (spec.name, spec.dtype, spec.full_shape, spec.box, layout.offset(spec.name))
+        for spec in layout.specs
+    }
+    expected = {
+        (tensor.name, tensor.dtype, tensor.global_shape, piece.box, piece.byte_range[0])
+        for tensor, piece in reader.pieces[shard.file]
+    }
+    if lies != expected:
         reason = "its header names other tensors than the manifest"
         raise CorruptShardError(file=shard.file, reason=reason)
-
-
-def _expected(manifest: Manifest, file: str) -> set[tuple[str, str, tuple[int, ...], int]]:
-    return {
-        (tensor.name, tensor.dtype, piece.shape, piece.byte_range[0])
-        for tensor in manifest.tensors
-        for piece in tensor.pieces
-        if piece.file == file
-    }
 
 
 def _check_extras(reader: CopyReader, shard: ShardEntry, deep: bool, on_bytes: OnBytes) -> None:
