@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from meshes import as_rank, local
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from relit_platform.facts import RestorePlan, ShardSource, Tier
 from relit_platform.node.slots import Slot, create_slot
 from relit_platform.worker.restore import load_plan
 from relit_platform.worker.snapshot import Snapshotter
 from relit_storage.checkpoint.checksum import checksum
+from relit_storage.checkpoint.image import ImageLayout, TensorSpec
 from relit_storage.checkpoint.shard import write_shard
 from relit_storage.errors import CorruptShardError
 from relit_storage.stores.local import LocalStore
@@ -218,3 +222,91 @@ def test_extras_of_another_step_are_refused(saved: Saved) -> None:
     source = saved.sources["disk"][0]
     saved.sources["disk"][0] = replace(source, extras_checksum=checksum(other))
     assert "of step 8" in saved.refusal("disk")["reason"]
+
+
+def piece(name: str, rows: range, of: int = 6, dtype: str = "F32") -> TensorSpec:
+    """Rows of a tensor of `of` rows and two columns."""
+    shape = (len(rows), 2)
+    return TensorSpec(name, dtype, shape, global_shape=(of, 2), offsets=(rows.start, 0))
+
+
+# What two ranks say they have of one tensor, and what is wrong with it ("": nothing).
+PIECES: dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], str]] = {
+    "halves": ((piece("t", range(3)),), (piece("t", range(3, 6)),), ""),
+    "uneven": ((piece("t", range(5, 6)),), (piece("t", range(5)),), ""),
+    "a hole": ((piece("t", range(2)),), (piece("t", range(3, 6)),), "not covered"),
+    "an overlap": ((piece("t", range(4)),), (piece("t", range(3, 6)),), "overlap"),
+    "one half": ((piece("t", range(3)),), (), "not covered"),
+    "a whole beside": ((piece("t", range(3)),), (TensorSpec("t", "F32", (6, 2)),), "another shard"),
+    "another shape": ((piece("t", range(3)),), (piece("t", range(3, 7), of=7),), "elsewhere"),
+    "another dtype": (
+        (piece("t", range(3)),),
+        (piece("t", range(3, 6), dtype="I32"),),
+        "elsewhere",
+    ),
+}
+
+
+def write_pieces(folder: Path, specs: Sequence[Sequence[TensorSpec]]) -> RestorePlan:
+    """Shards on disk whose pieces hold the numbers of their places."""
+    sources = []
+    for rank, share in enumerate(specs):
+        layout = ImageLayout.plan(share, {})
+        image = bytearray(layout.header) + bytearray(layout.total_bytes - layout.header_bytes)
+        for spec in share:
+            begin = spec.origin[0] * 2
+            values = torch.arange(begin, begin + spec.num_bytes // 4, dtype=torch.float32)
+            at = layout.offset(spec.name)
+            image[at : at + spec.num_bytes] = values.numpy().tobytes()
+        file, extras = folder / f"r{rank}.safetensors", folder / f"r{rank}.json"
+        ref = write_shard(str(file), memoryview(image), 8)
+        extras.write_bytes(b"{}")
+        sources.append(
+            ShardSource(
+                rank=rank,
+                tier="disk",
+                node_id="n",
+                location=str(file),
+                extras_location=str(extras),
+                num_bytes=ref.num_bytes,
+                chunk_bytes=ref.chunk_bytes,
+                checksums=ref.checksums,
+                extras_bytes=2,
+                extras_checksum=checksum(b"{}"),
+            )
+        )
+    return RestorePlan(
+        step=STEP, generation=GENERATION, world=len(specs), tier="disk", shards=tuple(sources)
+    )
+
+
+@pytest.mark.parametrize("case", PIECES)
+def test_pieces_become_one_tensor_or_are_refused(tmp_path: Path, case: str) -> None:
+    first, second, wrong = PIECES[case]
+    plan = write_pieces(tmp_path, (first, second))
+    if not wrong:
+        found, _ = load_plan(plan)
+        assert torch.equal(found["t"], torch.arange(12.0).view(6, 2))
+        return
+    with pytest.raises(CorruptShardError) as caught:
+        load_plan(plan)
+    assert wrong in caught.value.fields["reason"]
+    assert caught.value.fields["step"] == STEP
+
+
+def test_a_part_needs_no_more_than_its_chunks(tmp_path: Path) -> None:
+    """Rows 2 and 3 of six are asked for: damage in the other rows is nobody's business."""
+    plan = write_pieces(tmp_path, ((piece("t", range(3)),), (piece("t", range(3, 6)),)))
+    _flip(Path(plan.shards[0].location), -20)  # row 0 or 1
+    _flip(Path(plan.shards[1].location), -1)  # row 5
+    with as_rank(1, 3):
+        like = distribute_tensor(
+            torch.zeros(6, 2), init_device_mesh("cpu", (3,)), [Shard(0)], src_data_rank=None
+        )
+        found, _ = load_plan(plan, like=lambda skeleton: {"t": like, "unknown": like})
+        part = found["t"]
+        assert isinstance(part, DTensor)
+        assert part.placements == like.placements
+        assert torch.equal(local(part), torch.arange(4.0, 8.0).view(2, 2))
+    with pytest.raises(CorruptShardError, match="checksum"):
+        load_plan(plan)

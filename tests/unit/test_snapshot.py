@@ -14,7 +14,8 @@ from torch import Tensor
 
 from relit_platform.errors import BudgetError
 from relit_platform.node.slots import Slot, SlotState, create_slot
-from relit_platform.worker.snapshot import NUM_SLOTS, SnapshotResult, Snapshotter, owned
+from relit_platform.worker.ownership import owned
+from relit_platform.worker.snapshot import NUM_SLOTS, SnapshotResult, Snapshotter
 from relit_storage.checkpoint.image import TensorSpec, parse_header
 
 

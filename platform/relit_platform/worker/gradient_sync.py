@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from relit_platform.errors import CollectiveBrokenError, UsageError
 from relit_platform.worker.process_group import Group
+from relit_platform.worker.sharding import is_dtensor
 
 # Two gloo ranks, 24 x 768 linears, noisy box: 2 MiB cost 20 % more CPU than 8 MiB; at 25 MiB
 # CPU was 3 % less, but the fastest fifth of the steps took longer. benchmarks/gradient_sync.py
@@ -147,12 +148,14 @@ class GradientSync:
     """Bucketed all-reduce of the gradients of `params`; see the module for the order of calls.
 
     params that need no gradient at construction are left alone; a parameter given twice counts
-    once. Parameters without a gradient in a step count as zeros, at every world size alike.
+    once. Parameters without a gradient in a step count as zeros, at every world size alike. Raises
+    UsageError for DTensors, whose gradients are sums of another kind.
     Not thread-safe: one training thread drives it.
     """
 
     def __init__(self, params: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
         self._params = list(dict.fromkeys(p for p in params if p.requires_grad))
+        _refuse_sharded(self._params)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._hooks: list[RemovableHandle] = []
@@ -353,3 +356,13 @@ def _plan(params: list[Tensor], bucket_bytes: int) -> list[_Bucket]:
         if sum(p.numel() * p.element_size() for p in bucket) >= bucket_bytes:
             closed.append(filling.pop(kind))
     return [_Bucket(bucket) for bucket in [*closed, *filling.values()]]
+
+
+def _refuse_sharded(params: list[Tensor]) -> None:
+    count = sum(is_dtensor(param) for param in params)
+    if count:
+        raise UsageError(
+            message=f"{count} of {len(params)} registered parameters are DTensors (FSDP2's "
+            "fully_shard, or tensor parallelism). run.backward sums whole gradients: register a "
+            "model that is whole on every rank, before or instead of sharding it."
+        )

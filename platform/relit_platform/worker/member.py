@@ -11,8 +11,10 @@ never offered to others: `holds` is False from the first byte written to the las
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +40,16 @@ from relit_platform.worker.broadcast import (
 )
 from relit_platform.worker.forming import form_watched
 from relit_platform.worker.gradient_sync import GradientSync
+from relit_platform.worker.initial_state import IMPORTED, load_import, load_initial
 from relit_platform.worker.manager_client import ManagerClient
 from relit_platform.worker.process_group import Group, close_group, form_group, open_rendezvous
 from relit_platform.worker.recorder import Recorder
 from relit_platform.worker.restore import load_plan
-from relit_platform.worker.state_tree import flatten, restore
+from relit_platform.worker.sharding import refuse_parts, whole_tensors
+from relit_platform.worker.state_tree import flatten, restore, sharded_like
+from relit_platform.worker.taking_over import MAX_LISTED, Report
 from relit_storage.errors import CorruptShardError, DatasetChangedError, StoreUnavailableError
+from relit_storage.run.layout import INITIAL
 
 COLLECTIVE_TIMEOUT_S = 120.0
 NOTHING = -1  # held step of a member without state, in the exchange of held steps
@@ -205,9 +211,20 @@ class Member:
         if source.kind == "checkpoint":
             assert source.plan is not None
             self._holds = False
-            tensors, extras = load_plan(source.plan, self._recorder.store)
-            self._apply(objects, tensors, extras[0])
-            return
+            plan = self._recorder.near(source.plan, self._node_id)
+            like = partial(sharded_like, objects)
+            tensors, extras = load_plan(plan, self._recorder.store, like)
+            if IMPORTED not in extras[0]:
+                self._apply(objects, tensors, extras[0])
+                return
+            report = load_import(self._config.run_id, objects, tensors, extras[0])
+            self.step = report.step
+            self._recorder.adopt(extras[0])
+            self._tell_initial(report)
+            if report.whole:
+                return  # else what it lacks is as each rank's code made it: one of them counts
+        elif source.kind == "fresh" and self._config.init is not None:
+            self._tell_initial(load_initial(self._config.init, objects))
         holder = source.rank or 0
         held = [
             values[0]
@@ -216,6 +233,8 @@ class Member:
         need = [r for r in range(self.world) if r != holder and held[r] != source.step]
         if self.rank == holder:
             tensors, skeleton = flatten(objects)
+            if need:
+                refuse_parts(tensors)
             cursor = self._cursor(self.step)
             extras_json = self._recorder.extras(self, cursor, skeleton)
             send_state(self._group, need, tensors, extras_json)
@@ -224,6 +243,25 @@ class Member:
             self._holds = False
             tensors, message = receive_state(self._group, holder)
             self._apply(objects, tensors, message)
+
+    def _tell_initial(self, report: Report) -> None:
+        """Once for all ranks: an event, and all names in the run directory."""
+        if self.rank != 0:
+            return
+        self._recorder.store.put(INITIAL, json.dumps(report.to_json()).encode())
+        lacking = bool(report.missing or report.unexpected)
+        self._recorder.manager.send(
+            "fact",
+            Fact(
+                kind="state.initialized",
+                at_s=time.time(),
+                src=f"rank:{self.rank}",
+                generation=self.generation,
+                step=self.step,
+                level="warning" if lacking else "info",
+                data=report.to_json(MAX_LISTED),
+            ),
+        )
 
     def _apply(
         self,
@@ -263,7 +301,8 @@ class Member:
         """Design section 4.11: nobody goes on before all hold the same."""
         assert self._group is not None
         tensors, _ = flatten(objects)
-        agree(self._group, {"step": self.step, "state digest": state_digest(tensors)})
+        digest = state_digest(whole_tensors(tensors))  # parts differ from rank to rank
+        agree(self._group, {"step": self.step, "state digest": digest})
         self._holds = True
 
     def _entered(self, assignment: Assignment, restore_s: float) -> None:

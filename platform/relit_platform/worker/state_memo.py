@@ -13,8 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
+from relit_platform.worker.sharding import StateTensors, is_dtensor, local_of, storage_of
 from relit_platform.worker.state_tree import PLAIN_TENSORS, Flattening, StateHolder, state_of
 
 _SCALARS = (int, bool, str, float, type(None))
@@ -29,7 +28,7 @@ class StateMemo:
         self._walk = Flattening()
         self._texts: dict[str, str] = {}
 
-    def flatten(self, objects: Mapping[str, StateHolder]) -> tuple[dict[str, Tensor], bytes]:
+    def flatten(self, objects: Mapping[str, StateHolder]) -> tuple[StateTensors, bytes]:
         """The tensors as `state_tree.flatten` names them, and its skeleton as JSON text.
 
         The same dict of tensors as at the last call means that nothing but their values changed.
@@ -104,5 +103,10 @@ def _sign(value: Any, out: list[Any]) -> None:
     elif kind in _SCALARS:
         # 0.0 equals -0.0, but is not saved as it.
         out += (kind, value if value or kind is not float else str(value))
+    elif is_dtensor(value):
+        # An empty part has no address, but a storage. The rest says which part it is.
+        local = local_of(value)
+        out += (storage_of(local), local.data_ptr(), local.shape, local.stride(), local.dtype)
+        out += (local.device, value.shape, value.placements, value.device_mesh)
     else:
         raise _Unsigned

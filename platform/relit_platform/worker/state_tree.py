@@ -3,7 +3,8 @@
 `flatten` copies nothing: the tensors alias the live state, so the caller copies them before
 the next update. Tensors are named `<registered name>.<path>`; everything else (numbers,
 strings, lists, tuples, dicts, numpy values) is kept in the skeleton. Nothing is pickled, so
-loading can run no code. Tensors that share all their memory (tied weights) appear once.
+loading can run no code. Tensors that share all their memory (tied weights) appear once. Of a
+DTensor, this rank's part appears under its name, and beside it where all parts lie.
 
 Skeleton of one value (a key that begins with "$" marks what JSON does not have):
 
@@ -19,7 +20,7 @@ import base64
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,16 @@ from torch import Tensor, nn
 
 from relit_platform.errors import NotSavableError, StateError, StateMismatchError
 from relit_platform.facts import Json
+from relit_platform.worker.placing import like_registered, pattern_of, placed
+from relit_platform.worker.sharding import (
+    StateTensors,
+    any_dtensor,
+    is_dtensor,
+    lies_like,
+    local_of,
+    sharding_of,
+    storage_of,
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -74,7 +85,7 @@ def dtype_name(tensor: Tensor) -> str:
     return name
 
 
-def flatten(objects: Mapping[str, StateHolder]) -> tuple[dict[str, Tensor], Json]:
+def flatten(objects: Mapping[str, StateHolder]) -> tuple[StateTensors, Json]:
     """The state of all registered objects: tensors by name (no copy) and the skeleton.
 
     Called by the rank at a boundary; a fraction of a millisecond for a small model. Raises
@@ -88,19 +99,51 @@ def flatten(objects: Mapping[str, StateHolder]) -> tuple[dict[str, Tensor], Json
 def restore(
     objects: Mapping[str, StateHolder], tensors: Mapping[str, Tensor], skeleton: Json
 ) -> None:
-    """Load what `flatten` gave into objects of the same structure.
+    """Load what `flatten` gave into objects of the same structure, on any mesh or none.
 
-    The objects keep no reference to `tensors`. Names and shapes are compared before anything
-    is changed; raises StateMismatchError listing both sides, or what an object's own
-    load_state_dict complained about.
+    tensors are whole, or DTensors that lie where the registered ones do (`sharded_like`); a
+    registered DTensor takes its part of a whole one. The objects keep no reference to `tensors`.
+    Names and shapes are compared before anything is changed; raises StateMismatchError listing
+    both sides, or what an object's own load_state_dict complained about.
     """
     _compare(skeleton, objects, "registered objects")
     states = unflatten(tensors, {name: skeleton[name] for name in objects})
+    if any_dtensor():
+        for name, holder in objects.items():
+            pattern = pattern_of(holder, state_of(holder), states[name])
+            states[name] = placed(states[name], pattern, like_registered)
     for name, holder in objects.items():
         if isinstance(holder, nn.Module):
             _compare_module(name, holder, states[name])
     for name, holder in objects.items():
         _load(name, holder, states[name])
+
+
+def sharded_like(objects: Mapping[str, StateHolder], skeleton: Json) -> dict[str, Any]:
+    """By the name of a saved tensor, the registered DTensor that it is for: so a reader can read
+    this rank's part only.
+
+    Left out is what goes to several places that differ. A saved tensor of another shape than its
+    DTensor is something else (an optimizer's step): it is to be read whole. Raises StateError for
+    a skeleton that is none.
+    """
+    if not any_dtensor() or not isinstance(skeleton, dict):
+        return {}
+    known = {name: node for name, node in skeleton.items() if name in objects}
+    found: dict[str, Any] = {}
+    elsewhere: set[str] = set()
+
+    def note(leaf: Any, like: Any) -> Any:
+        if not isinstance(leaf, _Name):
+            return leaf
+        if not lies_like(found.setdefault(leaf, like), like):
+            elsewhere.add(leaf)
+        return None
+
+    for name, state in unflatten(_AnyName(), known).items():
+        pattern = pattern_of(objects[name], state_of(objects[name]), state)
+        elsewhere.update(_names_in(placed(state, pattern, note)))
+    return {name: like for name, like in found.items() if name not in elsewhere}
 
 
 def unflatten(tensors: Mapping[str, Tensor], skeleton: Json) -> dict[str, Any]:
@@ -123,14 +166,16 @@ class Flattening:
     """One walk over the state: the tensors found so far, and which memory they cover."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors = StateTensors()
         self._by_address: dict[int, tuple[str, ...]] = {}
+        self._by_storage: dict[tuple[object, ...], str] = {}
 
     def copy(self) -> Flattening:
         """A walk that goes on from here, on its own."""
         other = Flattening()
-        other.tensors = dict(self.tensors)
+        other.tensors = self.tensors.copy()
         other._by_address = dict(self._by_address)
+        other._by_storage = dict(self._by_storage)
         return other
 
     def encode(self, value: Any, path: str, depth: int) -> Json:
@@ -150,6 +195,8 @@ class Flattening:
             return self._dict(value, path, depth + 1)
         if kind is tuple or kind is torch.Size:
             return {"$t": [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]}
+        if is_dtensor(value):
+            return {"$T": self._part(value, path)}
         return _encode_numpy(value, path)
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Json:
@@ -172,13 +219,10 @@ class Flattening:
         return pairs
 
     def _tensor(self, tensor: Tensor, path: str) -> str:
-        plain = tensor.layout is torch.strided and not tensor.is_nested
-        if not plain or tensor.dtype not in _NAMES:
-            raise NotSavableError(path=path, type_name=f"tensor of {tensor.layout}, {tensor.dtype}")
+        _check_dense(tensor, path)
         if tensor.requires_grad or type(tensor) is not Tensor:
             tensor = tensor.detach()
-        while path in self.tensors:  # {"a.b": x, "a": {"b": y}}
-            path += "'"
+        path = self._free(path)
         address = tensor.data_ptr()
         if address:  # tensors without elements have no memory to share
             there = self._by_address.get(address, ())
@@ -188,6 +232,33 @@ class Flattening:
             self._by_address[address] = (*there, path)
         self.tensors[path] = tensor
         return path
+
+    def _part(self, tensor: Any, path: str) -> str:
+        """This rank's part of a DTensor. An empty part has a storage, if no address: so what is
+        tied on one rank is tied on all.
+        """
+        local = local_of(tensor)
+        _check_dense(local, path)
+        if type(local) is not Tensor:
+            kind = type(local)
+            raise NotSavableError(path=path, type_name=f"{kind.__module__}.{kind.__qualname__}")
+        sharding = sharding_of(tensor, path)
+        place = (storage_of(local), local.storage_offset(), local.shape, local.stride())
+        path = self._by_storage.setdefault((*place, local.dtype, sharding), self._free(path))
+        self.tensors[path] = local
+        self.tensors.shardings[path] = sharding
+        return path
+
+    def _free(self, path: str) -> str:
+        while path in self.tensors:  # {"a.b": x, "a": {"b": y}}
+            path += "'"
+        return path
+
+
+def _check_dense(tensor: Tensor, path: str) -> None:
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    if not plain or tensor.dtype not in _NAMES:
+        raise NotSavableError(path=path, type_name=f"tensor of {tensor.layout}, {tensor.dtype}")
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
@@ -297,3 +368,31 @@ def _owned(value: Any) -> Any:
     if type(value) is dict:
         return {key: _owned(item) for key, item in value.items()}
     return value
+
+
+class _Name(str):
+    """Stands for the saved tensor of this name."""
+
+
+class _AnyName(Mapping[str, Any]):
+    """Has a `_Name` for every name, where there would be tensors."""
+
+    def __getitem__(self, key: str) -> Any:
+        return _Name(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _names_in(state: Any) -> Iterator[str]:
+    if isinstance(state, _Name):
+        yield state
+    elif isinstance(state, dict):
+        for item in state.values():
+            yield from _names_in(item)
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from _names_in(item)
