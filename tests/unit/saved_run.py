@@ -87,6 +87,7 @@ def write_step(
     generation: int = 1,
     state: tuple[Tensors, Any] | None = None,
     split: Split = dealt,
+    run_id: str = "r1",
 ) -> Manifest:
     """Shards, extras and manifest of a step below `store`, not yet in the log.
 
@@ -100,7 +101,7 @@ def write_step(
     ]
     manifest = Manifest.from_shards(
         shards,
-        run_id="r1",
+        run_id=run_id,
         epoch=1,
         cursor={"position": step * 8},
         ids={"config": "c", "code": "d", "data": "e"},

@@ -24,7 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ import hostile_headers
 import pytest
 import stopped_run
 import torch
+from cut_state import SPLITS
+from saved_run import write_step
 from stopped_run import NODE, state_of
 
 from relit_platform.control.object_tier import ObjectTier
@@ -56,6 +58,7 @@ FIRST = int(os.environ.get("RELIT_CORRUPTION_FIRST", "0"))
 STEPS = (20, 40)
 TIERS = (("disk",), ("object",), ("disk", "object"))
 MEMORY_BYTES = 2 << 30  # of addresses, on top of what the process has when a test begins
+Extras = Callable[[int], dict[int, Json]]  # what each rank has saved beside the tensors of a step
 CODE_EVENTS = {
     "pickle.find_class",
     "os.system",
@@ -116,6 +119,19 @@ def template() -> Iterator[Path]:
     """The undamaged run, in memory: what is tested is content, not the device."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="relit-test-") as folder:
         stopped_run.save(Path(folder) / "run", STEPS)
+        yield Path(folder) / "run"
+
+
+@pytest.fixture(scope="module")
+def cut_template() -> Iterator[Path]:
+    """The same run as four ranks of a 2x2 mesh save it: each has a quarter of every tensor."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="relit-test-") as folder:
+        store = LocalStore(str(Path(folder) / "run" / "store"))
+        tier = ObjectTier(store, CommitLog(store), time.time)
+        for step in STEPS:
+            state = state_of(step), {}
+            manifest = write_step(store, step, 1, state, SPLITS["mesh 2x2"], run_id="r")
+            tier.commit(1, step, 1, manifest.to_bytes())
         yield Path(folder) / "run"
 
 
@@ -182,14 +198,26 @@ def attempt(root: Path, what: str) -> Restored | RelitError:
     return outcome
 
 
-def difference(found: Restored) -> str:
+def as_stopped(step: int) -> dict[int, Json]:
+    """The extras of a `stopped_run`."""
+    return {rank: {"step": step, "rank": rank} for rank in (0, 1)}
+
+
+def as_cut(step: int) -> dict[int, Json]:
+    """The extras of `cut_template`."""
+    fixed: Json = {"v": 1, "step": step, "objects": {}, "rows": []}
+    return {rank: {**fixed, "rank": rank} for rank in range(4)}
+
+
+def difference(found: Restored, extras: Extras = as_stopped) -> str:
     """What is not as it was saved, or ""."""
     wanted = state_of(found.step) if found.step in STEPS else {}
     if found.tensors.keys() != wanted.keys():
         return f"step {found.step} with the tensors {sorted(found.tensors)}"
     wrong = [name for name, tensor in wanted.items() if not same(found.tensors[name], tensor)]
-    extras = {rank: {"step": found.step, "rank": rank} for rank in (0, 1)}
-    return f"{wrong}" if wrong else "" if found.extras == extras else f"{found.extras}"
+    if wrong or found.extras == extras(found.step):
+        return f"{wrong}" if wrong else ""
+    return f"{found.extras}"
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -202,27 +230,47 @@ def test_the_undamaged_run(template: Path, tiers: tuple[str, ...]) -> None:
     assert (found.step, difference(found)) == (40, "")
 
 
+def test_the_undamaged_run_in_pieces(cut_template: Path) -> None:
+    found = resume(copy_of(cut_template, ("object",)))
+    assert (found.step, difference(found, as_cut)) == (40, "")
+
+
 def test_any_damage(template: Path) -> None:
     """The bar: see above."""
     ends: dict[int, int] = dict.fromkeys((-1, *STEPS), 0)
     for number in range(FIRST, FIRST + COUNT):
         rng = random.Random(f"corruption {number}")
         tiers = TIERS[number % len(TIERS)]
-        root = copy_of(template, tiers)
-        files = corruptions.victims(root)
-        done = [corruptions.apply(files, rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-        what = f"seed {number}, {tiers}: {[told for told, _ in done]}"
-        touched = {place for _, places in done for place in places}
-        newest = max((s for s in STEPS for t in tiers if (t, s) not in touched), default=-1)
-        found = attempt(root, what)
-        if isinstance(found, RelitError):
-            assert newest == -1, f"{what}: step {newest} was not touched, but {found}"
-            ends[-1] += 1
-        else:
-            assert not difference(found), f"{what}: {difference(found)}"
-            assert found.step >= newest, f"{what}: {found.step}, but {newest} was not touched"
-            ends[found.step] += 1
+        ends[step_after_damage(template, tiers, rng, f"seed {number}, {tiers}", as_stopped)] += 1
     assert COUNT < 100 or all(ends.values()), f"the damage is too mild or too hard: {ends}"
+
+
+def test_any_damage_to_pieces(cut_template: Path) -> None:
+    """The same of a state that four ranks have saved in pieces, in the object tier."""
+    ends: dict[int, int] = dict.fromkeys((-1, *STEPS), 0)
+    for number in range(FIRST, FIRST + COUNT // 3):
+        rng = random.Random(f"piece {number}")
+        ends[step_after_damage(cut_template, ("object",), rng, f"seed {number}", as_cut)] += 1
+    assert COUNT < 100 or all(ends.values()), f"the damage is too mild or too hard: {ends}"
+
+
+def step_after_damage(
+    template: Path, tiers: tuple[str, ...], rng: random.Random, what: str, extras: Extras
+) -> int:
+    """Damage a run and resume it: the step, or -1 if nothing is whole; what else comes fails."""
+    root = copy_of(template, tiers)
+    files = corruptions.victims(root)
+    done = [corruptions.apply(files, rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+    what = f"{what}: {[told for told, _ in done]}"
+    touched = {place for _, places in done for place in places}
+    newest = max((s for s in STEPS for t in tiers if (t, s) not in touched), default=-1)
+    found = attempt(root, what)
+    if isinstance(found, RelitError):
+        assert newest == -1, f"{what}: step {newest} was not touched, but {found}"
+        return -1
+    assert not difference(found, extras), f"{what}: {difference(found, extras)}"
+    assert found.step >= newest, f"{what}: {found.step}, but {newest} was not touched"
+    return found.step
 
 
 def test_hostile_headers(template: Path) -> None:
