@@ -206,7 +206,7 @@ def test_37_per_rank_state_is_kept_per_rank_and_a_name_is_one_tensor(template: P
     assert {rank: extras["rank"] for rank, extras in found.extras.items()} == {0: 0, 1: 1}
     twice = [dataclasses.asdict(shard(5, rank=rank)) for rank in (0, 1)]
     twice[1]["tensors"][0]["name"] = twice[0]["tensors"][0]["name"]
-    with pytest.raises(ManifestError, match="twice"):
+    with pytest.raises(ManifestError, match="overlap"):
         Manifest.from_shards(twice, run_id="r", epoch=1, cursor={}, ids={}, created_at_s=0.0)
 
 
