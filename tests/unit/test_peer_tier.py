@@ -123,6 +123,18 @@ def test_newest_wins_and_nothing_queues(nodes: PeerNodes, wire: Wire) -> None:
     assert copies_at(other) == [(0, 1, 3)] and sorted(wire.chunks) == list(range(7))
 
 
+def test_what_a_dead_rank_left_does_not_hold_its_successor_back(nodes: PeerNodes, wire: Wire) -> None:
+    """Its last cut was on no other node yet; by then the same rank's next life has given one."""
+    one, other = nodes.pair()
+    successor, left = slots_of(one, "w9")[0], slots_of(one, "w0")[0]
+    fill(successor, 8, generation=2)
+    wait_for_copy(other, 0, 2, 8)
+    fill(left, 9, generation=1)
+    wait_until(lambda: left.sent, "nobody needs it")
+    assert copies_at(other) == [(0, 2, 8)] and len(wire.chunks) == 7
+    assert nodes.failures("n1", "give") == []
+
+
 def test_a_slot_that_is_overwritten_under_way_is_given_up(nodes: PeerNodes) -> None:
     one, other = nodes.boot("n1"), nodes.boot("n2")
     slot = slots_of(one, "w0")[0]

@@ -142,14 +142,16 @@ class PeerCopies:
     def begin(self, offer: Offer, peer: str, *, wanted: bool = False) -> Arriving:
         """Prepare for a shard; blocks while memory is reserved, about 0.35 s/GiB.
 
-        wanted: we have asked for it, so it need not be the newest. Raises PeerRefusedError if a
-        newer copy of that rank is here or one is arriving, BudgetError if there is no room.
+        Where a newer copy of that rank is here nothing is missing, and nothing changes: nobody
+        needs the older one any more. wanted: we have asked for it, so it need not be the newest.
+        Raises PeerRefusedError if another copy of that rank is arriving, BudgetError if there is
+        no room.
         """
         with self._making:
             with self._lock:
-                known = self._known(offer)
+                known = self._known(offer, wanted)
                 if known is None:
-                    self._check(offer, peer, wanted)
+                    self._check_idle(offer.rank, peer, wanted)
                     known = self._reused(offer, PER_RANK + wanted)
             copy = known or self._made(offer)
             if not copy.whole:
@@ -199,8 +201,11 @@ class PeerCopies:
     def _worth(self, copy: _Copy) -> tuple[bool, Place]:
         return self._newest(copy.rank) is copy, _order(copy)
 
-    def _known(self, offer: Offer) -> _Copy | None:
-        """A copy of just this, whole or to be gone on with."""
+    def _known(self, offer: Offer, wanted: bool) -> _Copy | None:
+        """A copy of just this, whole or to be gone on with; or a newer one that is whole."""
+        newest = self._newest(offer.rank)
+        if newest is not None and not wanted and offer.place < _order(newest):
+            return newest
         for copy in self._of_rank(offer.rank):
             if copy.offer is None or copy.busy or copy.offer.place != offer.place:
                 continue
@@ -209,14 +214,9 @@ class PeerCopies:
                 return copy
         return None
 
-    def _check(self, offer: Offer, peer: str, wanted: bool) -> None:
-        newest = self._newest(offer.rank)
-        if any(copy.busy for copy in self._of_rank(offer.rank)) and not wanted:
-            reason = f"another copy of rank {offer.rank} is arriving"
-            raise PeerRefusedError(peer=peer, reason=reason)
-        if newest is not None and newest.offer and not wanted and offer.place < newest.offer.place:
-            there = f"step {newest.offer.step} of generation {newest.offer.generation}"
-            raise PeerRefusedError(peer=peer, reason=f"{there} of rank {offer.rank} is here")
+    def _check_idle(self, rank: int, peer: str, wanted: bool) -> None:
+        if not wanted and any(copy.busy for copy in self._of_rank(rank)):
+            raise PeerRefusedError(peer=peer, reason=f"another copy of rank {rank} is arriving")
 
     def _reused(self, offer: Offer, most: int) -> _Copy | None:
         """A file that may be overwritten, begun anew; surplus ones of another size go."""

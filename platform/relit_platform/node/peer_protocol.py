@@ -12,7 +12,7 @@ A frame is its kind (1 byte), a length (4 bytes) and that many bytes: JSON, or i
                     <-  NEED        numbers of the chunks that are missing there
     CHUNK ...       ->
     END             ->
-                    <-  KEPT        it is whole, and was checked
+                    <-  KEPT        it is whole, and was checked; or a newer one is here
     or asked for
     WANT            ->              step, generation, rank, world
                     <-  OFFER, then as above with the sides exchanged
