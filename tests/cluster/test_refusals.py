@@ -29,22 +29,27 @@ class Schedule:
 class Run:
     '''The run, with one more registered object.'''
 
-    def __init__(self, run):
-        self._run = run
+    def __init__(self, run, token, leak):
+        self._run, self._token, self._leak = run, token, leak
 
     def __getattr__(self, name):
         return getattr(self._run, name)
 
     def register(self, **objects):
-        self._run.register(**objects, schedule=Schedule())
+        more = {} if self._leak else {"schedule": Schedule()}
+        self._run.register(**objects, **more)
+
+    def batches(self, *data, **sizes):
+        for batch in self._run.batches(*data, **sizes):
+            if self._leak and self._run.step_no == 30:
+                raise RuntimeError(f"401 Unauthorized: Bearer {self._token}")
+            yield batch
 
 def train(run, cfg):
     token = os.environ["LAB_API_TOKEN"]
     print("the token is", token)
     print("the token is", token, file=sys.stderr)
-    if cfg["leak"]:
-        raise RuntimeError(f"401 Unauthorized: Bearer {token}")
-    return digits.train(Run(run), cfg)
+    return digits.train(Run(run, token, cfg["leak"]), cfg)
 """
 
 
@@ -76,7 +81,7 @@ def test_state_that_needs_pickle_is_refused_by_name(lab: Any, tmp_path: Path) ->
     assert lab.leaks(job.id) == []
 
 
-def test_a_secret_in_an_error_reaches_nobody(lab: Any, tmp_path: Path) -> None:
+def test_a_secret_in_an_error_reaches_nobody_and_no_step_is_lost(lab: Any, tmp_path: Path) -> None:
     said = refused(lab, tmp_path, "leaky", leak=True)
     assert said.code == 100, said
     assert "401 Unauthorized" in said.text
@@ -84,4 +89,8 @@ def test_a_secret_in_an_error_reaches_nobody(lab: Any, tmp_path: Path) -> None:
     printed = [said.text, *job.logs(), *map(str, job.events()), *map(str, job.incidents())]
     assert [text for text in printed if harness.TOKEN in text] == []
     assert holding_token(lab, harness.TOKEN) == []
+    # Disk is due at 20 and the object tier at 40: what memory held was saved before the end.
+    committed = job.status()["committed"]
+    assert (committed["disk"], committed["object"]) == (30, 30), job.status()
+    assert [event["step"] for event in job.events() if event["kind"] == "ckpt.rescue"] == [30]
     assert lab.leaks(job.id) == []
