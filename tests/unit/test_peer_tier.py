@@ -123,7 +123,9 @@ def test_newest_wins_and_nothing_queues(nodes: PeerNodes, wire: Wire) -> None:
     assert copies_at(other) == [(0, 1, 3)] and sorted(wire.chunks) == list(range(7))
 
 
-def test_what_a_dead_rank_left_does_not_hold_its_successor_back(nodes: PeerNodes, wire: Wire) -> None:
+def test_what_a_dead_rank_left_does_not_hold_its_successor_back(
+    nodes: PeerNodes, wire: Wire
+) -> None:
     """Its last cut was on no other node yet; by then the same rank's next life has given one."""
     one, other = nodes.pair()
     successor, left = slots_of(one, "w9")[0], slots_of(one, "w0")[0]
