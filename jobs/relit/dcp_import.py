@@ -9,15 +9,17 @@ again where the optimizer's own groups say so.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import pickletools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
-from relit.errors import PickleRefusedError
+from relit.errors import PickleRefusedError, SourceRefusedError
 from relit.torch_import import bytes_of, load_slice, refuse
-from relit_storage.checkpoint.durable import open_regular
+from relit_storage.checkpoint.durable import open_regular, read_file
 from relit_storage.checkpoint.image import ITEM_BYTES, TensorSpec
 from relit_storage.checkpoint.manifest_schema import MAX_NUMBER
 from relit_storage.checkpoint.pieces import Box, boxes_tile
@@ -40,6 +42,16 @@ _PLAIN: Mapping[str, Any] = {
     "collections.OrderedDict": dict,
 }
 _INERT = frozenset({"torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath"})
+# What Python writes for such classes. Others reserve memory of any size, or look things up.
+_OPCODES = frozenset(
+    {
+        "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET",
+        "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+        "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+        "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL",
+        "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD",
+    }
+)  # fmt: skip
 
 
 class _Thing:
@@ -80,6 +92,13 @@ class _Reader(pickle.Unpickler):
         if full not in self._kinds:
             self._kinds[full] = type("Stand" + str(len(self._kinds)), (_Thing,), {"kind": name})
         return self._kinds[full]
+
+
+def _check_opcodes(raw: bytes, path: str) -> None:
+    """Before pickle's own reader sees it: SourceRefusedError for what it should not do."""
+    for opcode, _, place in pickletools.genops(io.BytesIO(raw)):
+        if opcode.name not in _OPCODES:
+            refuse(path, f"does {opcode.name} at {place}, which no metadata needs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +213,12 @@ class DcpFolder:
         dtypes = {str(dtype): name for name, dtype in self._torch_dtypes.items()}
         others = {str(v): "" for v in vars(torch).values() if isinstance(v, torch.dtype)}
         try:
-            with open(open_regular(self._path), "rb") as file:
-                if os.fstat(file.fileno()).st_size > MAX_METADATA_BYTES:
-                    refuse(self._path, f"is larger than {MAX_METADATA_BYTES} bytes")
-                meta = _Reader(file, self._path, others | dtypes).load()
+            raw = read_file(self._path, MAX_METADATA_BYTES)
+            _check_opcodes(raw, self._path)
+            meta = _Reader(io.BytesIO(raw), self._path, others | dtypes).load()
         except OSError as error:
             refuse(self._path, f"cannot be read: {error.strerror}")
-        except PickleRefusedError:
+        except SourceRefusedError:
             raise
         except Exception as error:  # pickle's reader lets through whatever damaged bytes lead to
             refuse(self._path, f"does not parse: {type(error).__name__}: {error}", error)
