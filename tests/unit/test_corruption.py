@@ -127,7 +127,9 @@ def cut_template() -> Iterator[Path]:
     """The same run as four ranks of a 2x2 mesh save it: each has a quarter of every tensor."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="relit-test-") as folder:
         store = LocalStore(str(Path(folder) / "run" / "store"))
-        tier = ObjectTier(store, CommitLog(store), time.time)
+        log = CommitLog(store)
+        log.append_epoch(1, at_s=1.0, holder="h")  # as every supervisor begins
+        tier = ObjectTier(store, log, time.time)
         for step in STEPS:
             state = state_of(step), {}
             manifest = write_step(store, step, 1, state, SPLITS["mesh 2x2"], run_id="r")
