@@ -257,3 +257,23 @@ def test_a_state_without_dtensors_asks_for_nothing() -> None:
     _, skeleton = flatten({"pair": holding({"a": weight})})
     assert sharded_like({"pair": holding({"a": weight})}, skeleton) == {}
     assert sharded_like({}, [1]) == {}
+
+
+def test_the_mesh_of_tensor_and_fsdp_cuts_is_what_the_matrix_has() -> None:
+    for _ in ARRANGEMENTS["fsdp-tp-2x2"].ranks():
+        model: Any = ARRANGEMENTS["fsdp-tp-2x2"].job(1).model
+        assert isinstance(model.embed.weight.placements[0], _StridedShard)
+        assert model.body.weight.placements == (Shard(0), Shard(1))
+        tensors, _ = flatten({"m": model})
+        beside = tensors.shardings["m.norm.weight"]  # on a slice of the mesh: FSDP2 alone
+        assert model.norm.weight.device_mesh.ndim == 1
+        assert [holders for _, holders in beside.pieces] == [(0, 1), (2, 3)]
+
+
+def test_the_rank_is_that_of_the_process_not_of_the_mesh() -> None:
+    """A process that had another rank before may still have meshes of then."""
+    with as_rank(0, 2):
+        part = distribute_tensor(torch.ones(4, 2), mesh_of(2), [Shard(0)], src_data_rank=None)
+    with as_rank(1, 2):
+        sharding = sharding_of(part, "t")
+    assert (sharding.rank, sharding.box) == (1, Box((2, 0), (2, 2)))
