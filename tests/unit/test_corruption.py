@@ -131,7 +131,7 @@ def cut_template() -> Iterator[Path]:
         log.append_epoch(1, at_s=1.0, holder="h")  # as every supervisor begins
         tier = ObjectTier(store, log, time.time)
         for step in STEPS:
-            state = state_of(step), {}
+            state: tuple[dict[str, torch.Tensor], Json] = (state_of(step), {})
             manifest = write_step(store, step, 1, state, SPLITS["mesh 2x2"], run_id="r")
             tier.commit(1, step, 1, manifest.to_bytes())
         yield Path(folder) / "run"
