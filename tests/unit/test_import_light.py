@@ -24,7 +24,7 @@ USES = {
         "assert main(['ckpt', 'verify', 'nope']) == 102"
     ),
     "safetensors imported": (
-        "import json; data = b'{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}'; "
+        'import json; data = b\'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}\'; '
         "open('w.safetensors', 'wb').write(len(data).to_bytes(8, 'little') + data + b'x'); "
         "from relit.cli.main import main; "
         "assert main(['ckpt', 'import', 'w.safetensors', '--run', 'r']) == 0"

@@ -25,6 +25,7 @@ from relit_platform.facts import Assignment, RestorePlan, StateSource
 from relit_platform.machines.lineage import Lineage
 from relit_platform.machines.restore import plan_restore
 from relit_platform.run_config import RunConfig
+from relit_platform.worker import member as member_module
 from relit_platform.worker.state_tree import flatten
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.run.layout import INITIAL
@@ -62,6 +63,17 @@ def test_a_first_generation_begins_with_the_weights_at_step_0(base: Saved) -> No
     assert told.level == "info"
     report = json.loads(recorder.store.get(INITIAL))
     assert (report["run"], report["missing"], report["unexpected"]) == ("r1", [], [])
+
+
+def test_of_a_whole_state_nothing_is_exchanged(
+    base: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a sharded state, of which no rank could give another its part, can begin with one, too."""
+    monkeypatch.setattr(member_module, "send_state", None)
+    ours = Trained(1)
+    objects = {"model": ours.model, "optimizer": ours.optimizer}
+    alone(config_of(base, weights_only=False), objects, FRESH)
+    assert torch.equal(ours.model.embed.weight, Trained(STEP).model.embed.weight)
 
 
 def test_no_later_generation_takes_it_again(base: Saved) -> None:

@@ -218,13 +218,13 @@ class Member:
                 self._apply(objects, tensors, extras[0])
                 return
             report = load_import(self._config.run_id, objects, tensors, extras[0])
-            self.step = report.step
             self._recorder.adopt(extras[0])
-            self._tell_initial(report)
-            if report.whole:
-                return  # else what it lacks is as each rank's code made it: one of them counts
+            if self._begun(report, source.step):
+                return
         elif source.kind == "fresh" and self._config.init is not None:
-            self._tell_initial(load_initial(self._config.init, objects))
+            self._holds = False
+            if self._begun(load_initial(self._config.init, objects), source.step):
+                return
         holder = source.rank or 0
         held = [
             values[0]
@@ -244,10 +244,17 @@ class Member:
             tensors, message = receive_state(self._group, holder)
             self._apply(objects, tensors, message)
 
+    def _begun(self, report: Report, step: int) -> bool:
+        """True if all that is registered was taken over. Else the rest is as each rank's code made
+        it, and one of them counts.
+        """
+        self.step = step
+        if self.rank == 0:
+            self._tell_initial(report)
+        return report.whole
+
     def _tell_initial(self, report: Report) -> None:
-        """Once for all ranks: an event, and all names in the run directory."""
-        if self.rank != 0:
-            return
+        """An event, and all names in the run directory."""
         self._recorder.store.put(INITIAL, json.dumps(report.to_json()).encode())
         lacking = bool(report.missing or report.unexpected)
         self._recorder.manager.send(
