@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,3 +174,9 @@ def test_what_a_cluster_would_refuse_a_local_run_refuses_too() -> None:
             local_run(lambda run, cfg: run.table(cfg["name"], []), given)
         with pytest.raises(ValueError, match="relative path"):
             local_run(lambda run, cfg: run.save_artifact(cfg["name"], b""), given)
+
+
+def test_a_loop_that_ended_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    local_run(train, {}, seed=3)
+    assert not any(t.name.startswith("relit-data") for t in set(threading.enumerate()) - before)

@@ -135,6 +135,7 @@ def test_a_prepared_step_reads_nothing_and_a_batch_is_the_users_own() -> None:
 
 
 def test_what_was_prepared_is_bounded_and_dropped_on_a_seek() -> None:
+    before = set(threading.enumerate())  # of other tests
     loader = Loader(Ids([100] * 200), global_batch=8, seed=0)
     prefetcher = loader._shares
     assert prefetcher is not None
@@ -143,7 +144,7 @@ def test_what_was_prepared_is_bounded_and_dropped_on_a_seek() -> None:
         assert len(prefetcher._pending) <= 2
     loader.close()
     assert len(prefetcher._pending) == 0
-    assert not any(thread.name.startswith("relit-data") for thread in threading.enumerate())
+    assert not any(t.name.startswith("relit-data") for t in set(threading.enumerate()) - before)
 
 
 def test_a_failed_read_is_raised_and_tried_again() -> None:

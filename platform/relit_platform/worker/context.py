@@ -161,13 +161,16 @@ class RankContext:
         self._member.bind_cursor(self._loader.state, self._loader.check_state)
         self._entered()
         self._recorder.announce(self._loader.num_steps, data, self._member)
-        while True:
-            while not self._finished(self._loader):
-                yield from self._one_step(self._loader, micro_batch)
-                self._end_step()
-            self._save_the_end(self._loader)
-            if self._all_here():
-                return
+        try:
+            while True:
+                while not self._finished(self._loader):
+                    yield from self._one_step(self._loader, micro_batch)
+                    self._end_step()
+                self._save_the_end(self._loader)
+                if self._all_here():
+                    return
+        finally:
+            self._loader.close()  # its thread; whoever trains in a notebook goes on in the process
 
     def backward(self, loss: torch.Tensor, *, scaler: Any = None) -> None:
         """Gradients of `loss` (the mean over this micro-batch), weighted by samples and, with
