@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -255,6 +255,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
 ]
 
 
+@cache
 def read_tree() -> list[Source]:
     """Every Python file of ours. A file of another session may vanish while we look: skip it."""
     found = []
