@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -40,9 +41,16 @@ def relit_cli(*words: str) -> Said:
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    """Run `relit ...` beside the test; `end` waits for it."""
+    """Run `relit ...` beside the test; `end` waits for it.
+
+    It hears Ctrl-C, though a shell that starts a test run in the background has it ignored.
+    """
     return subprocess.Popen(
-        [*RELIT, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*RELIT, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
