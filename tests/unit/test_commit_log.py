@@ -290,6 +290,16 @@ def test_a_commit_points_into_its_own_step_only() -> None:
             LogRecord.from_bytes(record.to_bytes(), "k")
 
 
+@pytest.mark.parametrize("step", [2**63, 10**30])
+def test_what_no_reader_would_take_is_not_written(step: int) -> None:
+    log = CommitLog(MemoryStore())
+    commit(log, 100)
+    with pytest.raises(ManifestError, match="step is"):
+        commit(log, step)
+    view = log.replay()
+    assert [record.step for record in view.commits] == [100] and not view.refused
+
+
 def test_record_round_trip_is_canonical() -> None:
     record = LogRecord(kind="epoch", epoch=3, nonce="n", at_s=1.5, seq=9, holder="h")
     assert LogRecord.from_bytes(record.to_bytes(), "k") == record

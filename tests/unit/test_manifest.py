@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from relit_storage.checkpoint import manifest as manifest_module
 from relit_storage.checkpoint.image import ImageLayout, TensorSpec
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.errors import ManifestError
@@ -295,3 +296,30 @@ def test_a_manifest_of_many_pieces() -> None:
     manifest = make(shards)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     assert sum(len(tensor.pieces) for tensor in manifest.tensors) == 3600
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "reason"),
+    [
+        (2**63, {}, "beyond 64 bits"),
+        (STEP, {"chunk_bytes": 0, "checksums": ()}, "no size"),
+        (STEP, {"world": 0}, "ranks"),
+    ],
+)
+def test_what_no_reader_would_take_is_not_made(
+    step: int, change: dict[str, Any], reason: str
+) -> None:
+    made = shard(0, 1, [TensorSpec("a", "F32", (2, 2))], step=step)
+    with pytest.raises(ManifestError, match=reason):
+        make([made | change])
+
+
+def test_a_manifest_beyond_the_limit_of_readers_is_not_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = len(make(SHARDED).to_bytes())
+    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", size)
+    make(SHARDED)
+    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", size - 1)
+    with pytest.raises(ManifestError, match="is the limit"):
+        make(SHARDED)

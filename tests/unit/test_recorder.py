@@ -276,3 +276,16 @@ def test_a_cut_is_marked_when_all_are_ready_and_then_waited_for(
     assert bench.recorder.votes()[-1] == 1.0
     bench.complete()
     assert {slot.info().step for slot in slots if slot.cut} == {2, 7}
+
+
+def test_a_clock_that_is_set_back_stops_no_row(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(recorder_module, "SHIP_EVERY_S", 0.25)
+    monkeypatch.setattr(recorder_module, "time", SimpleNamespace(time=lambda: now_s[0]))
+    bench.recorder.place(0, 1, 0)
+    bench.complete(5)  # the first ones are told at once
+    now_s[0] = 400.0
+    bench.complete()
+    assert bench.link.sent()[-1][-1] == 6

@@ -64,6 +64,15 @@ def memory(*slots: tuple[int, int, int], node: str = "n1") -> NodeInventory:
             7,
             "whole",
         ),
+        (  # what comes of a step that was given up is deleted: the one before it can be saved
+            [memory((7, 1, 0), (7, 1, 1), (6, 1, 0), (6, 1, 1))],
+            book(
+                Checkpoint(step=7, generation=1, world=2, phase=CheckpointPhase.ABANDONED),
+                committed(5),
+            ),
+            6,
+            "whole",
+        ),
     ],
 )  # fmt: skip
 def test_the_choice(

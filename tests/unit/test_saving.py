@@ -252,6 +252,27 @@ def test_a_write_that_begins_later_is_found_and_that_snapshot_does_not_count(
     assert not torch.equal(weight, weight_before)
 
 
+def test_weights_that_are_exchanged_for_a_while_are_found_at_any_step(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averaged weights for an evaluation, past autograd, and back before the update."""
+    for _ in range(4):
+        rank.step()
+    rank.saver.settle(rank.member)
+    go, copy = threading.Event(), BackgroundCopy._copy
+    monkeypatch.setattr(BackgroundCopy, "_copy", lambda *what: go.wait(30) and copy(*what))
+    rank.save()  # the fifth is no look
+    trained = rank.weight.data.clone()
+    rank.weight.data.mul_(0.5)
+    go.set()
+    rank.saver.settle(rank.member)
+    rank.weight.data.copy_(trained)
+    check(rank, 4)
+    assert "model.0.weight was changed" in rank.link.told("ckpt.staging")[0]["reason"]
+    rank.step()
+    check(rank, 6)
+
+
 @pytest.mark.parametrize("staging", ["auto", "sync"])
 def test_small_states_and_sync_are_whole_at_each_boundary(tmp_path: Path, staging: str) -> None:
     rank = Rank(tmp_path, staging=staging)

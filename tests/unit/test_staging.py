@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relit_platform.worker.overlap import Overlap, Part, Staging
+from relit_platform.worker.samples import Samples
 from relit_platform.worker.staging import BackgroundCopy, HostMemory, same_bytes, still_names
 from relit_platform.worker.state_tree import flatten
 
@@ -207,6 +208,32 @@ def test_a_write_past_autograd_ends_the_overlap(moved: bool) -> None:
     assert overlap.settle() == ""  # the snapshot itself was whole
     assert ("t1" in overlap.refused) is moved
     assert bool(overlap.divide(whole, LAYOUT, still)[1].names) is not moved
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3),
+        torch.arange(600.0).view(2, 300).t(),
+        torch.ones(40, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.tensor(3.0),
+        torch.tensor([float("nan")] * 20),
+        torch.tensor([True, False]),
+    ],
+)
+def test_samples_find_a_changed_tensor_of_any_layout(tensor: Tensor) -> None:
+    live, other = tensor.clone(), torch.ones(3)
+    image = [torch.empty(tensor.shape, dtype=tensor.dtype), torch.empty(3)]
+    samples = Samples([live, other], ["changed", "other"])
+    samples.keep()
+    image[0].copy_(live)
+    image[1].copy_(other)
+    assert samples.moved(image) == ""
+    image[0].copy_(~live if live.dtype == torch.bool else torch.full_like(live, 7.5))
+    assert samples.moved(image) == "changed"
+    live.copy_(image[0])
+    samples.keep()
+    assert samples.moved(image) == ""
 
 
 # ---- on a GPU ----

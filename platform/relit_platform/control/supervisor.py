@@ -206,8 +206,8 @@ class RunSupervisor:
 
     def _finish(self, config: RunConfig, manager: ManagerClient, state: str, reason: str) -> None:
         assert self._pump is not None and self._lease is not None
-        if state != SUCCEEDED:  # the agents end with the run, and with them what is in memory
-            manager.link.call("rescue", timeout_s=RESCUE_TIMEOUT_S)
+        if state != SUCCEEDED:
+            self._rescue(manager)
         status = self._settle(manager)
         result = {
             "v": 1,
@@ -226,6 +226,13 @@ class RunSupervisor:
         self._pump.close(state, reason, result)
         self._lease.release(time.time())
         close_run(config, keep_disk=state != SUCCEEDED)
+
+    def _rescue(self, manager: ManagerClient) -> None:
+        """The agents end with the run, and with them what is in memory. The result comes anyhow."""
+        try:
+            print(f"relit: {manager.link.call('rescue', timeout_s=RESCUE_TIMEOUT_S)}", flush=True)
+        except (ray.exceptions.RayError, ValueError) as error:
+            print(f"relit: what memory holds could not be saved: {error}", flush=True)
 
     def _settle(self, manager: ManagerClient) -> dict[str, Any]:
         """Wait until what the ranks left is durable, or until that stops making progress."""

@@ -37,7 +37,7 @@ def choose_rescue(inventories: Iterable[NodeInventory], book: CheckpointBook) ->
     found: dict[Moment, dict[int, SlotInfo]] = defaultdict(dict)
     for inventory in inventories:
         for slot in inventory.memory:
-            if book.lineage.on_line(slot.generation, slot.step):
+            if _may_commit(book, slot):
                 found[slot.generation, slot.step, slot.world].setdefault(slot.rank, slot)
     whole = [moment for moment, slots in found.items() if set(slots) == set(range(moment[2]))]
     if not whole:
@@ -47,13 +47,20 @@ def choose_rescue(inventories: Iterable[NodeInventory], book: CheckpointBook) ->
     if step <= saved:
         return Rescue((), f"step {saved} is committed, memory has nothing newer than step {step}")
     known = book.steps.get((step, generation))
-    if known is not None and known.phase not in TERMINAL and known.final:
+    if known is not None and known.final:
         return Rescue((), f"step {step} is on its way already")
     slots = found[generation, step, world]
     return Rescue(
         tuple(slots[rank] for rank in range(world)),
         f"step {step} is whole in memory, the newest that is committed is step {saved}",
     )
+
+
+def _may_commit(book: CheckpointBook, slot: SlotInfo) -> bool:
+    """On the line, and not given up: what comes late of such a step is deleted."""
+    known = book.steps.get((slot.step, slot.generation))
+    given_up = known is not None and known.phase in TERMINAL
+    return not given_up and book.lineage.on_line(slot.generation, slot.step)
 
 
 def _why_none(found: dict[Moment, dict[int, SlotInfo]]) -> str:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from relit_platform.worker.samples import Samples
 from relit_platform.worker.staging import (
     OVERLAP_MIN_BYTES,
     BackgroundCopy,
@@ -53,12 +54,18 @@ NOTHING = Part((), (), ())
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Places in the layout's tensors. layout and still are those it was made for."""
+    """Places in the layout's tensors. layout and still are those it was made for; samples are of
+    the tensors copied later.
+    """
 
     layout: object
     still: frozenset[str]
     now: tuple[int, ...]
     later: tuple[int, ...]
+    samples: Samples
+
+
+_NO_PLAN = _Plan(None, frozenset(), (), (), Samples((), ()))
 
 
 class Overlap:
@@ -69,7 +76,7 @@ class Overlap:
         self._copy = copy or BackgroundCopy()
         self._count = 0
         self._looked_at: Part | None = None
-        self._plan = _Plan(None, frozenset(), (), ())
+        self._plan = _NO_PLAN
         self.refused = ""  # why nothing is copied beside the loop any more
 
     def divide(self, whole: Part, layout: object, still: frozenset[str]) -> tuple[Part, Part]:
@@ -90,7 +97,8 @@ class Overlap:
             later = ()
         rests = set(later)
         now = tuple(i for i in range(len(whole.names)) if i not in rests)
-        return _Plan(layout, still, now, later)
+        rest = whole.at(later)
+        return _Plan(layout, still, now, later, Samples(rest.sources, rest.names))
 
     def look_due(self) -> bool:
         """Count a snapshot that could overlap; True if it is to be copied at once and compared."""
@@ -98,8 +106,10 @@ class Overlap:
         return self._count & (self._count - 1) == 0
 
     def begin(self, later: Part, commit: Committed) -> None:
-        """Copy it in the background, and then commit."""
-        self._copy.begin(later.targets, later.sources, commit)
+        """Copy it in the background, and then commit. later: as `divide` has just given it."""
+        samples, targets = self._plan.samples, later.targets
+        samples.keep()
+        self._copy.begin(targets, later.sources, commit, lambda: samples.moved(targets))
 
     def remember(self, later: Part) -> None:
         """It has been copied; `settle` shall compare."""
@@ -122,6 +132,7 @@ class Overlap:
         """Wait for the copy and end its thread; the images may be unmapped then."""
         self._looked_at = None
         self._copy.close()
+        self._plan = _NO_PLAN  # its samples hold views of the images
 
 
 def _first_moved(part: Part) -> str:

@@ -262,7 +262,7 @@ class Recorder:
 
     def _ship(self, now_s: float, *, force: bool) -> None:
         """Rank 0 sends the new rows; every rank says what it has whole in shared memory."""
-        if not force and now_s - self._shipped_at_s < SHIP_EVERY_S:
+        if not force and abs(now_s - self._shipped_at_s) < SHIP_EVERY_S:  # clocks are set back
             return
         self._shipped_at_s = now_s
         self._forget_written(now_s)
@@ -295,7 +295,7 @@ class Recorder:
         oldest = self._rows[0].step if self._rows else 0
         if oldest != self._oldest[0]:
             self._oldest = (oldest, now_s)
-        elif self._rows and now_s - self._oldest[1] > RESEND_S:
+        elif self._rows and abs(now_s - self._oldest[1]) > RESEND_S:
             self._shipped_step = min(self._shipped_step, oldest - 1)
             self._oldest = (oldest, now_s)
 

@@ -7,11 +7,12 @@ the tensors lie on a GPU, the thread drives a stream of its own, which begins wh
 work ends.
 
 A loop may break the rule, by `p.data.clamp_()` ahead of its forward pass, say. A mixed snapshot
-must never count, so there are two guards. What autograd knows of shows in a tensor's version
+must never count, so there are three guards. What autograd knows of shows in a tensor's version
 counter: looked at after each copy, which is then not committed. What goes past autograd (`.data`,
-NumPy, C++) is found by a look: the snapshots 1, 2, 4, 8, ... are copied at the boundary, and
-compared with the live tensors bit by bit when the sum goes out; after a difference all are copied
-at the boundary. Not found is a write past autograd that begins between two looks.
+NumPy, C++) and changes whole tensors shows in samples (samples.py), at each copy, too. And there
+are looks: the snapshots 1, 2, 4, 8, ... are copied at the boundary, and compared with the live
+tensors bit by bit when the sum goes out. After a finding all are copied at the boundary. Not found
+is a write past autograd to a few values that begins between two looks.
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ class BackgroundCopy:
         self._busy = False
 
     def begin(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor], commit: Committed
+        self,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        commit: Committed,
+        moved: Callable[[], str] = str,
     ) -> None:
         """Start copying sources into targets (host memory); returns at once.
 
-        commit is called by the copying thread when all is copied and no source has changed
-        meanwhile. Call `wait` before the next `begin`, and before anything may change a source.
+        commit is called by the copying thread when all is copied, no source has changed
+        meanwhile, and moved, which it asks then, names none that has. Call `wait` before the next
+        `begin`, and before anything may change a source.
         """
         versions = [source._version for source in sources]
         ready = self._after_present_work(sources)
@@ -62,6 +68,8 @@ class BackgroundCopy:
             for source, version in zip(sources, versions, strict=True):
                 if source._version != version:
                     return "a parameter or optimizer state was changed outside the update"
+            if name := moved():
+                return f"{name} was changed outside the update"
             commit()
             return ""
 
@@ -78,8 +86,9 @@ class BackgroundCopy:
 
     def wait(self) -> str:
         """Block until the copy is done: "" if it was committed, or why it was not."""
-        self._busy = False
-        return self._done.get()
+        reason = self._done.get()
+        self._busy = False  # not before: who is interrupted in here has still to wait
+        return reason
 
     def close(self) -> None:
         """End the thread, after the copy that it is at. Safe to repeat."""

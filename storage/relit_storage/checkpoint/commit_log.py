@@ -82,6 +82,7 @@ class CommitLog:
     ) -> LogRecord:
         """Publish a step whose shards and manifest are in the store and verified.
 
+        ManifestError for a record that readers refuse: a step beyond 64 bits, say.
         FencedError if a newer epoch or generation is in the log. CommitConflictError if the step
         is committed with another manifest by this or a newer generation, or was retired. The
         record that is there if exactly this manifest is committed.
@@ -131,8 +132,10 @@ class CommitLog:
                 if present is not None:
                     return present
                 candidate = replace(record, seq=view.next_seq)
+                key, data = log_key(candidate.seq), candidate.to_bytes()
+                LogRecord.from_bytes(data, key)  # what no reader would take is not written
                 try:
-                    if self._store.put_if_absent(log_key(candidate.seq), candidate.to_bytes()):
+                    if self._store.put_if_absent(key, data):
                         self._records[candidate.seq] = candidate
                         return candidate
                 except StoreUnavailableError:

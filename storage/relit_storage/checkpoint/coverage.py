@@ -20,13 +20,15 @@ from relit_storage.run.layout import extras_key, shard_key
 def shards_fault(step: int, generation: int, world: int, shards: Sequence[ShardEntry]) -> str:
     """Unless the ranks are 0 to world-1, in order, and their files are those of this step."""
     ranks = [shard.rank for shard in shards]
-    if len(ranks) != world or ranks != list(range(len(ranks))):
+    if world < 1 or len(ranks) != world or ranks != list(range(len(ranks))):
         return f"shards of ranks {ranks} in world {world}"
     for shard in shards:
         place = step, generation, shard.rank
         # Names are derived, never free: a manifest cannot point outside its own step.
         if (shard.file, shard.extras_file) != (shard_key(*place), extras_key(*place)):
             return f"{shard.file!r} and {shard.extras_file!r} are not names of this step"
+        if shard.num_bytes and shard.chunk_bytes < 1:
+            return f"{shard.file} has chunks of no size"
         if len(shard.checksums) != num_chunks(shard.num_bytes, max(1, shard.chunk_bytes)):
             return f"{shard.file} has {len(shard.checksums)} checksums"
     return ""

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from relit_storage.checkpoint.coverage import shards_fault, tensors_fault
 from relit_storage.checkpoint.image import MAX_REASON
 from relit_storage.checkpoint.manifest_entries import Piece, ShardEntry, TensorEntry
-from relit_storage.checkpoint.manifest_schema import check_types
+from relit_storage.checkpoint.manifest_schema import MAX_NUMBER, check_types
 from relit_storage.errors import ManifestError
 
 VERSION = 1
@@ -62,7 +62,8 @@ class Manifest:
     ) -> Manifest:
         """The manifest of a step from what its agents acknowledged: facts.ShardPersisted as maps.
 
-        Raises ManifestError if they are of several steps, or do not cover it exactly.
+        Raises ManifestError if they are of several steps, do not cover it exactly, or make a
+        manifest that no reader would take: a commit that cannot be read back is worse than none.
         """
         found = sorted(shards, key=lambda shard: shard["rank"])
         moments = {(s["step"], s["generation"], s["world"]) for s in found}
@@ -83,6 +84,11 @@ class Manifest:
             created_at_s=created_at_s,
         )
         manifest.check_coverage()
+        if max(step, generation, epoch) > MAX_NUMBER:
+            _refuse("manifest", f"step {step} of generation {generation} is beyond 64 bits")
+        size = len(manifest.to_bytes())
+        if size > MAX_MANIFEST_BYTES:
+            _refuse("manifest", f"has {size} bytes, {MAX_MANIFEST_BYTES} is the limit")
         return manifest
 
     def to_bytes(self) -> bytes:
