@@ -8,6 +8,7 @@ whatever lives there belongs to the run, except what Ray keeps for itself.
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -36,7 +37,14 @@ def _files(root: Path, run_id: str, disk: bool) -> Iterator[str]:
     if not disk:
         yield from map(str, (root / "disk").glob(run_id))
     for tier in ("store", "disk"):
-        yield from (str(p) for p in (root / tier).rglob("*tmp*") if run_id in p.parts)
+        below = paths_below(root / tier)
+        yield from (str(p) for p in below if "tmp" in p.name and run_id in p.parts)
+
+
+def paths_below(folder: Path) -> Iterator[Path]:
+    """Files and folders of a tree that others delete from meanwhile, which glob does not bear."""
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent, name) for name in (*folders, *files))
 
 
 def _processes(events: list[dict[str, Any]]) -> Iterator[str]:

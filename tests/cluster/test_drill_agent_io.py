@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import leaks
 import pytest
 import victims
 
@@ -40,7 +41,8 @@ def calm(lab: Any) -> dict[int, float]:
 
 def being_persisted(lab: Any, run_id: str) -> list[Path]:
     """Unfinished shard files on the disk tier."""
-    return list((lab.root / "disk" / run_id).glob("*/checkpoints/steps/*/*/.*safetensors*"))
+    found = leaks.paths_below(lab.root / "disk" / run_id)
+    return [path for path in found if path.name.startswith(".") and "safetensors" in path.name]
 
 
 def being_uploaded(lab: Any) -> list[Path]:
