@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from relit_platform.errors import BudgetError, UsageError
 from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded, WorkerExited
 from relit_platform.node import keeper as keeper_module
+from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.persist import persist_slot
 from relit_platform.node.slots import Slot, slot_file_bytes
 from relit_platform.node.uploads import STALE_UPLOAD_S
@@ -96,8 +98,24 @@ def test_a_full_queue_is_a_failure_of_that_step_only(
     wait_until(lambda: not any(Slot.open(p).pinned for p in paths), "all unpinned")
 
 
-def test_a_lost_persist_message_is_made_good(node: Node) -> None:
-    keeper = node.boot()
+@pytest.mark.parametrize("set_back_s", [0.0, 3600.0])
+def test_a_lost_persist_message_is_made_good(
+    node: Node, monkeypatch: pytest.MonkeyPatch, set_back_s: float
+) -> None:
+    """Also after the clock of the host has been set back."""
+    monkeypatch.setattr(keeper_module, "SWEEP_EVERY_S", 0.02)
+    asked: list[str] = []
+    behind = [0.0]
+
+    def clock() -> float:
+        asked.append(threading.current_thread().name)
+        return time.time() - behind[0]
+
+    keeper = NodeKeeper(NODE, "run-1", node.config, node.store, node.facts.append, clock)
+    keeper.start()
+    node.keepers.append(keeper)
+    wait_until(lambda: asked.count("_watch_loop") > 2, "the loop has begun")
+    behind[0] = set_back_s
     snapshot(keeper, worker(keeper)[0], step=7)
     assert node.wait_for(ShardPersisted)[0].step == 7
 
@@ -203,6 +221,29 @@ def test_the_budget_holds_and_dead_slots_make_room(tmpfs: Path) -> None:
     assert not os.path.exists(dead[0]) and os.path.exists(dead[1])
     with pytest.raises(BudgetError):
         keeper.open_slots("w2", 2, LAYOUT.total_bytes, 1000)
+    keeper.close(remove_disk=True)
+    node.children[0].wait()
+
+
+def test_a_successor_gets_slots_though_all_that_the_dead_left_is_new(tmpfs: Path) -> None:
+    """Of two nodes' ranks: no step is whole here, no commit on disk is newer."""
+    node = Node(tmpfs, memory_budget_bytes=5 * slot_file_bytes(LAYOUT.total_bytes, 1000))
+    keeper = node.boot()
+    keeper.hello("w0", node.child(), 1)
+    for step, path in enumerate(keeper.open_slots("w0", 3, LAYOUT.total_bytes, 1000), 1):
+        snapshot(keeper, path, step, world=2)
+        Slot.open(path).unpin()
+    node.children[0].kill()
+    node.wait_for(WorkerExited)
+    keeper.hello("w1", os.getpid(), 1)
+    own = keeper.open_slots("w1", 3, LAYOUT.total_bytes, 1000)
+    assert sorted(info.step for info in keeper.inventory().memory) == [2, 3]
+    for step, path in enumerate(own, 4):
+        snapshot(keeper, path, step, generation=2, world=2)
+        Slot.open(path).unpin()
+    with pytest.raises(BudgetError):
+        keeper.open_slots("w1", 1, LAYOUT.total_bytes, 1000)
+    assert sorted(info.step for info in keeper.inventory().memory) == [2, 3, 4, 5, 6]
     keeper.close(remove_disk=True)
     node.children[0].wait()
 

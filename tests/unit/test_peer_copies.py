@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,8 @@ def put(arriving: Arriving, number: int, damage: bool = False) -> None:
     arriving.filled(number)
 
 
-def receive(copies: PeerCopies, offer: Offer, *, wanted: bool = False) -> str:
-    arriving = copies.begin(offer, "p", wanted=wanted)
+def receive(copies: PeerCopies, offer: Offer, *, wanted: bool = False, giver: str = "p") -> str:
+    arriving = copies.begin(offer, giver, wanted=wanted)
     for number in arriving.missing:
         put(arriving, number)
     path = arriving.finish()
@@ -141,6 +143,106 @@ def test_over_the_budget_is_refused_and_what_is_here_stays(tmpfs: Path) -> None:
     assert held(copies) == [(0, 1, 5), (1, 1, 5)]
 
 
+def tight(tmpfs: Path, count: int) -> PeerCopies:
+    """Room for so many copies and no more; also another life on the same files."""
+    made = PeerCopies(str(tmpfs / "peers"), lambda: count * SIZE)
+    made.adopt()
+    return made
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(("generation", "giver"), [(1, "b"), (2, "b"), (2, "a")])
+def test_what_a_former_neighbour_gave_makes_room(
+    tmpfs: Path, generation: int, giver: str, restarted: bool
+) -> None:
+    """Or the same one, of ranks that are no longer there."""
+    copies = tight(tmpfs, 2)
+    for step in (4, 5):
+        receive(copies, offer_of(step, rank=0), giver="a")
+    if restarted:
+        copies = tight(tmpfs, 2)
+    receive(copies, offer_of(5, rank=1, generation=generation), giver=giver)
+    assert held(copies) == [(0, 1, 5), (1, generation, 5)], "its newest one may be needed yet"
+    for step in (6, 7, 8):
+        receive(copies, offer_of(step, rank=1, generation=generation), giver=giver)
+    assert held(copies) == [(1, generation, 7), (1, generation, 8)]
+
+
+def test_ranks_of_one_neighbour_do_not_drive_each_other_out(tmpfs: Path) -> None:
+    copies = tight(tmpfs, 3)
+    for rank, step in ((0, 5), (1, 5), (0, 6)):
+        receive(copies, offer_of(step, rank=rank))
+    with pytest.raises(BudgetError):
+        copies.begin(offer_of(6, rank=1), "p")
+    assert held(copies) == [(0, 1, 5), (0, 1, 6), (1, 1, 5)]
+
+
+def test_what_was_cut_short_makes_room_for_a_newer_cut(tmpfs: Path) -> None:
+    copies = tight(tmpfs, 2)
+    receive(copies, offer_of(4, rank=0))
+    cut_short = copies.begin(offer_of(4, rank=1), "a")
+    put(cut_short, 0)
+    with pytest.raises(BudgetError):
+        copies.begin(offer_of(5, rank=0), "p")
+    cut_short.stop()
+    receive(copies, offer_of(5, rank=0))
+    assert held(copies) == [(0, 1, 4), (0, 1, 5)]
+
+
+def test_what_was_fetched_for_another_step_makes_room(tmpfs: Path) -> None:
+    copies = tight(tmpfs, 2)
+    receive(copies, offer_of(6, rank=0), giver="a")
+    receive(copies, offer_of(6, rank=1), wanted=True)
+    receive(copies, offer_of(5, rank=1), wanted=True)
+    assert held(copies) == [(0, 1, 6), (1, 1, 5)]
+    with pytest.raises(BudgetError):
+        copies.begin(offer_of(5, rank=2, world=3), "q", wanted=True)
+    with pytest.raises(BudgetError):  # the restore goes on
+        copies.begin(offer_of(7, rank=2, world=3), "a")
+    receive(copies, offer_of(7, rank=2, world=3, generation=2), giver="b")
+    assert held(copies) == [(0, 1, 6), (2, 2, 7)], "by now it is over"
+
+
+def test_a_fetched_copy_that_is_given_as_well_is_one_like_any_other(tmpfs: Path) -> None:
+    copies = tight(tmpfs, 1)
+    receive(copies, offer_of(5, rank=1), wanted=True)
+    assert copies.begin(offer_of(5, rank=1), "b").missing == []
+    with pytest.raises(BudgetError):
+        copies.begin(offer_of(4, rank=0), "q", wanted=True)
+    assert held(copies) == [(1, 1, 5)]
+
+
+def test_older_cuts_make_room_for_a_restore_but_not_in_vain(tmpfs: Path) -> None:
+    room = [2 * SIZE]
+    copies = PeerCopies(str(tmpfs / "peers"), lambda: room[0])
+    copies.adopt()
+    receive(copies, offer_of(3, rank=0), giver="a")
+    receive(copies, offer_of(5, rank=2, world=3), giver="a")
+    room[0] = SIZE
+    with pytest.raises(BudgetError):
+        copies.begin(offer_of(5, rank=1), "q", wanted=True)
+    assert held(copies) == [(0, 1, 3), (2, 1, 5)]
+    room[0] = 2 * SIZE
+    receive(copies, offer_of(5, rank=1), wanted=True)
+    assert held(copies) == [(1, 1, 5), (2, 1, 5)]
+
+
+def test_slots_that_nobody_needs_make_room_first(tmpfs: Path) -> None:
+    room = [SIZE]
+    reaped: list[int] = []
+
+    def reap(generation: int) -> None:
+        reaped.append(generation)
+        room[0] = 2 * SIZE
+
+    copies = PeerCopies(str(tmpfs / "peers"), lambda: room[0], reap)
+    copies.adopt()
+    receive(copies, offer_of(4, rank=0), giver="a")
+    assert reaped == []
+    receive(copies, offer_of(5, rank=1, generation=3), giver="b")
+    assert reaped == [3] and held(copies) == [(0, 1, 4), (1, 3, 5)]
+
+
 def test_copies_yield_the_older_ones_first(copies: PeerCopies) -> None:
     for rank, step in [(0, 4), (0, 5), (1, 7), (1, 8)]:
         receive(copies, offer_of(step, rank=rank))
@@ -171,6 +273,44 @@ def test_another_life_takes_over_what_is_whole(copies: PeerCopies, tmpfs: Path) 
     assert len(names) == 5, f"two slots, two offers, and a folder that is no copy: {names}"
     receive(again, offer_of(7, rank=0))
     assert held(again) == [(0, 1, 5), (0, 1, 7), (1, 1, 5)]
+
+
+def test_a_full_tmpfs_at_the_very_end_costs_a_repetition(
+    copies: PeerCopies, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    arriving = copies.begin(offer_of(5), "p")
+    for number in arriving.missing:
+        put(arriving, number)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        with pytest.raises(OSError, match="No space left"):
+            arriving.finish()
+    arriving.stop()
+    assert held(copies) == [] and [p.suffix for p in (tmpfs / "peers").iterdir()] == [".slot"]
+    again = copies.begin(offer_of(5), "p")
+    assert again.missing == []
+    again.finish()
+    assert held(copies) == held(tight(tmpfs, 9)) == [(0, 1, 5)]
+
+
+def test_a_death_just_before_a_copy_counts_leaves_nothing(
+    copies: PeerCopies, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(slot: Slot) -> None:
+        raise KeyboardInterrupt
+
+    arriving = copies.begin(offer_of(5), "p")
+    for number in arriving.missing:
+        put(arriving, number)
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "commit", die)
+        with pytest.raises(KeyboardInterrupt):
+            arriving.finish()
+    assert len(list((tmpfs / "peers").iterdir())) == 2, "the slot and what was offered"
+    assert held(tight(tmpfs, 9)) == [] and list((tmpfs / "peers").iterdir()) == []
 
 
 def test_a_snapshot_of_another_size_takes_another_file(copies: PeerCopies) -> None:

@@ -64,7 +64,8 @@ def pass_time(bench: Bench, seconds: float = ARRANGE_EVERY_S) -> Bench:
 
 def test_with_one_node_nobody_is_asked_to_listen() -> None:
     bench = pass_time(bench_of("n1"))
-    assert bench.agents.named("listen") == [] and bench.agents.named("set_peer") == []
+    assert bench.agents.named("listen") == []
+    assert bench.agents.named("set_peer") == [("n1", "set_peer", "", None, 1)], "once"
 
 
 def test_peer_off_is_off() -> None:
@@ -112,6 +113,27 @@ def test_a_new_manager_and_a_new_epoch_tell_everybody_again() -> None:
     bench.work()
     assert set(told(bench)) == {"n1", "n2"} and bench.coordinator._peers._secret != first
     assert {call[-1] for call in bench.agents.named("set_peer")} == {2}
+
+
+def test_a_new_manager_takes_back_the_ring_of_the_one_before() -> None:
+    bench = started(bench_of("n1"), "n2")
+    del bench.agents.stock["n2"]
+    bench.agents.calls.clear()
+    bench.again().start_epoch(2)
+    bench.agents.away = {"n1"}
+    bench.work()
+    assert told(bench) == {}
+    bench.agents.away = set()
+    pass_time(pass_time(bench))
+    assert bench.agents.named("set_peer") == [("n1", "set_peer", "", None, 2)], "heard, once"
+
+
+def test_a_clock_that_is_set_back_stops_nothing() -> None:
+    bench = started(bench_of("n1"), "n2")
+    bench.drain()
+    bench.agents.away = {"n2"}
+    pass_time(bench, -500.0)
+    assert told(bench)["n1"] == ("", None), "n2 is silent since a time that is far from now"
 
 
 def test_a_plan_has_every_agent_listen_before_it_is_asked() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +28,12 @@ from peer_nodes import (
 )
 
 from relit_platform.errors import PeerError, PeerRefusedError
+from relit_platform.facts import WorkerExited
 from relit_platform.node import peer_tier
 from relit_platform.node.heartbeat import ControlPage
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.peer_channel import Channel, call
-from relit_platform.node.peer_copies import PeerCopies
+from relit_platform.node.peer_copies import MIN_EXTRAS_BYTES, PeerCopies
 from relit_platform.node.peer_protocol import Kind
 from relit_platform.node.peer_transfer import of_slot, send_shard
 from relit_platform.node.slots import Slot, slot_file_bytes
@@ -320,6 +323,48 @@ def test_a_nodes_own_slots_come_first(nodes: PeerNodes) -> None:
     slots_of(other, "w1", count=6)
     assert copies_at(other) == [] and other.peers.copies.used_bytes == 0
     assert nodes.failures("n2", "keep") == ["1 copies made room for this node's own slots"]
+
+
+def test_what_a_dead_rank_left_for_nobody_makes_room_for_copies(nodes: PeerNodes) -> None:
+    own = slot_file_bytes(LAYOUT.total_bytes, 1000)
+    copy = slot_file_bytes(LAYOUT.total_bytes, MIN_EXTRAS_BYTES)
+    one = nodes.boot("n1")
+    other = nodes.boot("n2", memory_budget_bytes=own + 2 * copy)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    other.hello("w1", child.pid, epoch=9)
+    left = [Slot.open(path) for path in other.open_slots("w1", 2, LAYOUT.total_bytes, 1000)]
+    for step, dead in enumerate(left, 1):
+        fill(dead, step, world=1, cut=False)
+    child.kill()
+    child.communicate()
+    wait_until(lambda: any(isinstance(f, WorkerExited) for f in nodes.facts["n2"]), "dead")
+    slot = slots_of(one, "w0")[0]
+    nodes.ring("n1", "n2")
+    for step in (7, 8):
+        fill(slot, step, generation=2)
+        wait_for_copy(other, 0, 2, step)
+        wait_until(lambda: slot.sent, "sent")
+    assert copies_at(other) == [(0, 2, 7), (0, 2, 8)] and nodes.failures("n1", "give") == []
+    assert [info.step for info in other.inventory().memory] == [2]
+
+
+def test_a_new_neighbours_cuts_find_room_where_the_old_ones_lie(nodes: PeerNodes) -> None:
+    copy = slot_file_bytes(LAYOUT.total_bytes, MIN_EXTRAS_BYTES)
+    one, third = nodes.boot("n1"), nodes.boot("n3")
+    other = nodes.boot("n2", memory_budget_bytes=2 * copy)
+
+    def give(keeper: NodeKeeper, slot: Slot, rank: int, step: int) -> None:
+        fill(slot, step, rank=rank)
+        wait_for_copy(other, rank, 1, step)
+        wait_until(lambda: slot.sent, "sent")
+        keeper.peers._sender._hang_up()  # from another port next time
+
+    for keeper, rank, steps in ((one, 0, (7, 8)), (third, 1, (8, 9, 10))):
+        nodes.ring(keeper.inventory().node_id, "n2")
+        slot = slots_of(keeper, f"w{rank}")[0]
+        for step in steps:
+            give(keeper, slot, rank, step)
+    assert copies_at(other) == [(1, 1, 9), (1, 1, 10)]
 
 
 # ---- fetching ----

@@ -27,8 +27,10 @@ class Agent:
         self.opened: list[str] = []
         self.released: list[str] = []
         self.refuse = False
+        self.asked = 0
 
     def open_slots(self, count: int, image_bytes: int, extras_capacity: int) -> Sequence[str]:
+        self.asked += 1
         if self.refuse:
             raise BudgetError(what="slots", needed_bytes=2, budget_bytes=1)
         paths = [str(self.folder / f"{len(self.opened) + i}.slot") for i in range(count)]
@@ -204,6 +206,25 @@ def test_an_agent_that_refuses_costs_one_snapshot_and_no_flood(
     assert "a moment ago" in take(snapshotter, 2).reason
     snapshotter._retry_at_s = 0.0
     assert take(snapshotter, 3).path is not None
+
+
+def test_one_more_slot_is_asked_for_ever_more_rarely(
+    snapshotter: Snapshotter, agent: Agent
+) -> None:
+    take(snapshotter, 1)
+    agent.refuse = True
+    for step in (2, 3, 4):
+        assert take(snapshotter, step, cut=True).path is not None
+    assert agent.asked == 2, "for three, and in vain for a fourth"
+    pauses = [snapshotter._add_pause_s]
+    for step in range(5, 12):
+        snapshotter._add_at_s = 0.0  # it is over
+        take(snapshotter, step, cut=True)
+        pauses.append(snapshotter._add_pause_s)
+    assert agent.asked == 9
+    assert pauses == [120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0]
+    agent.refuse = False
+    assert take(snapshotter, 12, tensors(2.0, width=5000)).path is not None, "others do not wait"
 
 
 def test_ranks_share_the_state_without_gap_or_overlap(agent: Agent) -> None:

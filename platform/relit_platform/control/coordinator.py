@@ -96,7 +96,7 @@ class Coordinator:
         self._changed = threading.Condition()  # re-entrant: background work may come back at once
         self._epoch_lock = threading.Lock()
         self._blocked = 0
-        self._next_tick_s = 0.0
+        self._ticked_s = -TICK_S
         self._stop_told_s = -STOP_AGAIN_S
         self._saved_step = 0  # the newest that an earlier life has committed
         self._journal = Journal(clock)
@@ -393,8 +393,8 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._feed(Tick())
-        if self._clock() >= self._next_tick_s:
-            self._next_tick_s = self._clock() + TICK_S
+        if abs(self._clock() - self._ticked_s) >= TICK_S:  # a clock may be set back
+            self._ticked_s = self._clock()
             self._saves.tick()
             self._peers.tick()
 

@@ -46,21 +46,22 @@ class PeerDesk:
         self._say = say
         self._clock = clock
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._next_s = clock() + ARRANGE_EVERY_S
+        self._looked_s = clock()
         self._lock = threading.Lock()
         self._busy = False
         self._again = False
         self._met: dict[str, tuple[Endpoint, float]] = {}
         self._ring: dict[str, str] = {}
+        self._still: set[str] = set()  # have heard of this manager that they give to nobody
 
     def tick(self) -> None:
         """Time has passed: look at the nodes now and then."""
-        if self._clock() >= self._next_s:
+        if abs(self._clock() - self._looked_s) >= ARRANGE_EVERY_S:  # a clock may be set back
             self.soon()
 
     def soon(self) -> None:
         """An agent has come: look at the nodes at once."""
-        self._next_s = self._clock() + ARRANGE_EVERY_S
+        self._looked_s = self._clock()
         with self._lock:
             if not self._on or self._busy:
                 self._again = self._busy
@@ -97,11 +98,14 @@ class PeerDesk:
         found = {node: self._endpoint(node, epoch) for node in nodes} if len(nodes) > 1 else {}
         endpoints = {node: endpoint for node, endpoint in found.items() if endpoint is not None}
         ring = peers_of(endpoints)
+        self._still &= set(nodes)
         for node in nodes:
             if node in ring:
+                self._still.discard(node)
                 self._tell(node, ring[node], endpoints[ring[node]], epoch)
-            elif node in self._ring:
-                self._tell(node, "", None, epoch)
+            elif node not in self._still and self._tell(node, "", None, epoch):
+                # Also one that this manager never had in a ring: an earlier manager may have.
+                self._still.add(node)
         if ring != self._ring:
             self._ring = ring
             self._say("peer.ring", {"ring": ring})
@@ -112,12 +116,14 @@ class PeerDesk:
             endpoint = self._agents.listen(node, self._secret, epoch)
         except (AgentError, RelitError):
             known = self._met.get(node)
-            return known[0] if known and self._clock() - known[1] < GRACE_S else None
+            return known[0] if known and abs(self._clock() - known[1]) < GRACE_S else None
         self._met[node] = (endpoint, self._clock())
         return endpoint
 
-    def _tell(self, node: str, peer: str, endpoint: Endpoint | None, epoch: int) -> None:
+    def _tell(self, node: str, peer: str, endpoint: Endpoint | None, epoch: int) -> bool:
+        """False if it did not hear it: then it is told again with the next round."""
         try:
             self._agents.set_peer(node, peer, endpoint, epoch)
         except (AgentError, RelitError):
-            pass  # told again with the next round
+            return False
+        return True

@@ -105,6 +105,7 @@ class NodeKeeper:
             disk=self._disk,
             fence_epoch=lambda: self._fence.epoch,
             peered=lambda on: self._control_page().set_peered(on),
+            reap=self._free_dead,
             say=self._say,
         )
         self._workers = WorkerRegister(self._folders.workers, self._folders.heartbeats)
@@ -228,19 +229,15 @@ class NodeKeeper:
     ) -> tuple[str, ...]:
         """`count` new slots for a registered worker; blocks while their memory is reserved.
 
-        Slots of dead workers that no restore can want are freed first. Raises BudgetError, and
-        UsageError for a worker that never said hello or whose process has ended.
+        Slots of dead workers that no restore can want are freed first, others if need be: see
+        SlotPool.open_for. Raises BudgetError, and UsageError for a worker that never said hello or
+        whose process has ended.
         """
-        alive = self._workers.alive()
-        if worker_id not in alive:
+        if worker_id not in self._workers.alive():
             raise UsageError(message=f"worker {worker_id} is not registered on this node.")
-        floor = max(
-            (o for o in (self._slots.newest_whole(), self._disk.newest_published()) if o),
-            default=None,
-        )
-        busy = frozenset(path for path, _, _ in self._queued_persists())
-        self._slots.free_dead(alive, busy, floor)
-        return self._slots.open(worker_id, count, image_bytes, extras_capacity)
+        alive, busy = self._free_dead()
+        wanted = (worker_id, count, image_bytes, extras_capacity)
+        return self._slots.open_for(*wanted, alive=alive, busy=busy)
 
     def release_slots(self, worker_id: str, paths: Sequence[str]) -> None:
         """Give up slots of a worker; paths that are not its own are ignored."""
@@ -389,13 +386,13 @@ class NodeKeeper:
     # ---- loops ----
 
     def _watch_loop(self) -> None:
-        sweep_at_s = self._clock()
+        swept_s = self._clock()
         while not self._closing.is_set():
             try:
                 for process in self._watch.poll(WATCH_WAIT_S):
                     self._exited(process)
-                if self._clock() >= sweep_at_s:
-                    sweep_at_s = self._clock() + SWEEP_EVERY_S
+                if abs(self._clock() - swept_s) >= SWEEP_EVERY_S:  # a clock may be set back
+                    swept_s = self._clock()
                     self._sweep_pins()
             except Exception as error:  # the watch must outlive any surprise, and say so
                 self._crashed("watch", error)
@@ -437,6 +434,15 @@ class NodeKeeper:
                 self._closing.wait(CRASH_PAUSE_S)
 
     # ---- small things ----
+
+    def _free_dead(self, before: int | None = None) -> tuple[frozenset[str], frozenset[str]]:
+        """Free what no restore can want; who is alive, and which slots are being persisted."""
+        whole = (self._slots.newest_whole(), self._disk.newest_published())
+        floor = max((order for order in whole if order), default=None)
+        alive = self._workers.alive()
+        busy = frozenset(path for path, _, _ in self._queued_persists())
+        self._slots.free_dead(alive, busy, floor, before)
+        return alive, busy
 
     def _queued_persists(self) -> list[tuple[str, int, int]]:
         return [key for key in self._persists.pending() if isinstance(key, tuple)]

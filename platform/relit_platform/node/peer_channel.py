@@ -40,10 +40,13 @@ class Channel:
 
     Raises PeerAwayError when the connection breaks or the deadline passes, PeerError for what is
     not the protocol. After either the channel is of no use but to be closed.
+
+    peer: the address, for messages. node: the id of a caller that has proven itself, else "".
     """
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.peer = peer
+        self.node = ""
         self._sock = sock
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -98,12 +101,16 @@ class Channel:
                 raise PeerAwayError(peer=self.peer, reason="the connection was closed")
             done += count
 
-    def close(self) -> None:
-        """End the connection; also wakes a thread that waits on it."""
+    def end(self) -> None:
+        """End the connection under the thread that uses it, which wakes, and closes it then."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it is down already
+
+    def close(self) -> None:
+        """End the connection and let go of it; also wakes a thread that waits on it."""
+        self.end()
         self._sock.close()
 
     def _receive(self, room: memoryview, deadline_s: float) -> int:

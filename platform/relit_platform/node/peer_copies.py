@@ -5,7 +5,8 @@ next one. Beside a whole copy lies what was offered (`<file>.offer`), so its che
 as long as the copy is; a slot without it is no copy. A copy that was cut short keeps the chunks
 that have arrived, and is gone on with when the same is offered again while this process lives.
 
-All of it lies in the node's memory budget, and yields to the node's own slots.
+All of it lies in the node's memory budget, and yields to the node's own slots. What is of no use
+any more, of a former neighbour or of an earlier restore, goes when a new copy would not fit.
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ MIN_EXTRAS_BYTES = 64 << 10
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A slot file. offer: what is in it, or on its way into it; None: nothing of use."""
+    """A slot file. offer: what is in it, or on its way into it; None: nothing of use.
+
+    giver: the node that gave it, "" if an earlier life got it. fetched: we have asked for it, so
+    it lies elsewhere, too, and nobody counts on it here.
+    """
 
     rank: int
     slot: Slot
     file_bytes: int
     offer: Offer | None = None
+    giver: str = ""
+    fetched: bool = False
     whole: bool = False
     busy: bool = False
     have: set[int] = field(default_factory=set)
@@ -93,11 +100,21 @@ class Arriving:
 
 
 class PeerCopies:
-    """Thread-safe. room() says how many bytes of the budget the node's own slots leave."""
+    """Thread-safe. room() says how many bytes of the budget the node's own slots leave.
 
-    def __init__(self, folder: str, room: Callable[[], int]) -> None:
+    reap(generation) gives up slots that nobody needs since that generation goes on; it is called
+    when a copy of such a cut does not fit.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        room: Callable[[], int],
+        reap: Callable[[int], object] = lambda generation: None,
+    ) -> None:
         self._folder = folder
         self._room = room
+        self._reap = reap
         self._lock = threading.Lock()
         self._making = threading.Lock()  # held while a file is made, which takes its time
         self._copies: dict[str, _Copy] = {}
@@ -143,17 +160,17 @@ class PeerCopies:
         """Prepare for a shard; blocks while memory is reserved, about 0.35 s/GiB.
 
         Where a newer copy of that rank is here nothing is missing, and nothing changes: nobody
-        needs the older one any more. wanted: we have asked for it, so it need not be the newest.
-        Raises PeerRefusedError if another copy of that rank is arriving, BudgetError if there is
-        no room.
+        needs the older one any more. peer: the node that gives it. wanted: we have asked for it,
+        so it need not be the newest. Raises PeerRefusedError if another copy of that rank is
+        arriving, BudgetError if there is no room.
         """
         with self._making:
             with self._lock:
-                known = self._known(offer, wanted)
+                known = self._known(offer, peer, wanted)
                 if known is None:
                     self._check_idle(offer.rank, peer, wanted)
-                    known = self._reused(offer, PER_RANK + wanted)
-            copy = known or self._made(offer)
+                    known = self._reused(offer, peer, wanted)
+            copy = known or self._made(offer, peer, wanted)
             if not copy.whole:
                 self._prefill(copy, offer)
         return Arriving(self, copy, offer)
@@ -167,8 +184,8 @@ class PeerCopies:
             if self._copies.get(slot.path) is not copy or offer is None:
                 raise CorruptShardError(file=slot.path, reason="its memory was needed")
             slot.set_extras(bytes(copy.extras))
-            slot.commit()
             _write(slot.path + OFFER_SUFFIX, json.dumps(offer.body()).encode())
+            slot.commit()  # last: if the line above fails, finish can be tried again
             copy.whole, copy.busy = True, False
             copy.have.clear()
             copy.extras = bytearray()
@@ -201,7 +218,7 @@ class PeerCopies:
     def _worth(self, copy: _Copy) -> tuple[bool, Place]:
         return self._newest(copy.rank) is copy, _order(copy)
 
-    def _known(self, offer: Offer, wanted: bool) -> _Copy | None:
+    def _known(self, offer: Offer, peer: str, wanted: bool) -> _Copy | None:
         """A copy of just this, whole or to be gone on with; or a newer one that is whole."""
         newest = self._newest(offer.rank)
         if newest is not None and not wanted and offer.place < _order(newest):
@@ -211,6 +228,8 @@ class PeerCopies:
                 continue
             if copy.whole or copy.offer == offer:
                 copy.busy = not copy.whole
+                if not wanted:
+                    copy.giver, copy.fetched = peer, False
                 return copy
         return None
 
@@ -218,21 +237,22 @@ class PeerCopies:
         if not wanted and any(copy.busy for copy in self._of_rank(rank)):
             raise PeerRefusedError(peer=peer, reason=f"another copy of rank {rank} is arriving")
 
-    def _reused(self, offer: Offer, most: int) -> _Copy | None:
+    def _reused(self, offer: Offer, peer: str, wanted: bool) -> _Copy | None:
         """A file that may be overwritten, begun anew; surplus ones of another size go."""
         newest = self._newest(offer.rank)
         spare = [c for c in self._of_rank(offer.rank) if c is not newest and not c.busy]
         spare.sort(key=_order)
         fits = [c for c in spare if _fits(c.slot, offer)]
         if fits:
-            self._begin(fits[0], offer)
+            self._begin(fits[0], offer, peer, wanted)
             return fits[0]
-        while spare and len(self._of_rank(offer.rank)) >= most:
+        while spare and len(self._of_rank(offer.rank)) >= PER_RANK + wanted:
             self._remove(spare.pop(0))
         return None
 
-    def _begin(self, copy: _Copy, offer: Offer) -> None:
+    def _begin(self, copy: _Copy, offer: Offer, peer: str, wanted: bool) -> None:
         copy.whole, copy.busy, copy.offer = False, True, offer
+        copy.giver, copy.fetched = peer, wanted
         copy.extras = bytearray(offer.extras_bytes)
         copy.have.clear()
         _unlink(copy.slot.path + OFFER_SUFFIX)
@@ -244,15 +264,83 @@ class PeerCopies:
         _unlink(copy.slot.path + OFFER_SUFFIX)
         _unlink(copy.slot.path)
 
+    def _useless(self, copy: _Copy, offer: Offer, peer: str) -> int | None:
+        """Whether a copy may go for another rank's cut: 0 at once, 2 last of all, None never.
+
+        A cut is begun when the one before is whole, so those before that one are of no use. One
+        node gives copies to this one, of the same ranks as long as the generation lasts: what
+        another has given, or an older generation, is what a change of ring or ranks has left.
+        """
+        at, now = _step(copy), (offer.generation, offer.step)
+        if copy.busy or copy.rank == offer.rank or at >= now:
+            return None
+        older = at[0] < offer.generation
+        if copy.fetched:
+            return 0 if older else None  # else a restore may be about to read it
+        newest, ours = self._newest(copy.rank) is copy, copy.giver == peer and not older
+        if newest and ours:
+            return None  # the next one of that rank is on its way
+        cuts = [c for c in self._copies.values() if not c.fetched and _step(c) < now]
+        cuts = [c for c in cuts if _step(c)[0] == offer.generation]
+        if not copy.whole or any(at < _step(c) for c in cuts):
+            return 0
+        if ours:
+            return None
+        if not newest:
+            return 1
+        anew = any(c.whole and c.giver == peer and at <= _step(c) for c in cuts)
+        return 2 if older or anew else None
+
+    def _useless_for_restore(self, copy: _Copy, offer: Offer) -> int | None:
+        """Whether a copy may go for one that a restore asks for, as in `_useless`.
+
+        The step that is restored is the newest that is whole, so what is older comes to nothing.
+        """
+        at, now = _step(copy), (offer.generation, offer.step)
+        if copy.busy or at == now:
+            return None
+        if copy.fetched or not copy.whole:
+            return 0
+        if at > now:
+            return None
+        return 2 if self._newest(copy.rank) is copy else 1
+
     # ---- outside of it ----
 
-    def _made(self, offer: Offer) -> _Copy:
+    def _make_way(self, offer: Offer, peer: str, wanted: bool, missing: int) -> None:
+        """Remove what is of least use, or nothing, if so many bytes are not to be had that way."""
+        with self._lock:
+            ranked: list[tuple[int, Place, _Copy]] = []
+            for copy in self._copies.values():
+                if wanted:
+                    level = self._useless_for_restore(copy, offer)
+                else:
+                    level = self._useless(copy, offer, peer)
+                if level is not None:
+                    ranked.append((level, _order(copy), copy))
+            ranked.sort(key=lambda found: found[:2])
+            going: list[_Copy] = []
+            for _, _, copy in ranked:
+                if missing > 0:
+                    going.append(copy)
+                    missing -= copy.file_bytes
+            if missing <= 0:
+                for copy in going:
+                    self._remove(copy)
+
+    def _made(self, offer: Offer, peer: str, wanted: bool) -> _Copy:
         capacity = MIN_EXTRAS_BYTES
         while capacity < 2 * offer.extras_bytes:
             capacity *= 2
         size = slot_file_bytes(offer.image_bytes, capacity)
         needed, room = self.used_bytes + size, self._room()
         what = f"a copy of rank {offer.rank}'s snapshot"
+        if needed > room and not wanted:
+            self._reap(offer.generation)
+            room = self._room()
+        if needed > room:
+            self._make_way(offer, peer, wanted, needed - room)
+            needed = self.used_bytes + size
         if needed > room:
             raise BudgetError(what=what, needed_bytes=needed, budget_bytes=max(0, room))
         path = os.path.join(self._folder, f"rank-{offer.rank:05d}.{self._number}{SUFFIX}")
@@ -264,7 +352,7 @@ class PeerCopies:
             what = f"{what} on tmpfs ({error.strerror})"
             raise BudgetError(what=what, needed_bytes=needed, budget_bytes=room) from error
         with self._lock:
-            self._begin(copy, offer)
+            self._begin(copy, offer, peer, wanted)
             self._copies[path] = copy
         return copy
 
@@ -290,6 +378,11 @@ class PeerCopies:
 
 def _order(copy: _Copy) -> Place:
     return copy.offer.place if copy.offer else Place(0, 0, 0, 0)
+
+
+def _step(copy: _Copy) -> tuple[int, int]:
+    place = _order(copy)
+    return place.generation, place.step
 
 
 def _fits(slot: Slot, offer: Offer) -> bool:
@@ -331,9 +424,13 @@ def _info(copy: _Copy, offer: Offer, node_id: str) -> SlotInfo:
 
 def _write(path: str, data: bytes) -> None:
     """On tmpfs there is nothing to sync; the rename makes it whole or absent."""
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(data)
-    os.rename(f"{path}.tmp", path)
+    try:
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(data)
+        os.rename(f"{path}.tmp", path)
+    except OSError:
+        _unlink(f"{path}.tmp")
+        raise
 
 
 def _unlink(path: str) -> None:

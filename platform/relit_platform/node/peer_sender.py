@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from relit_platform.errors import PeerError, PeerRefusedError, PlatformError
+from relit_platform.errors import PeerAwayError, PeerError, PeerRefusedError, PlatformError
 from relit_platform.facts import Endpoint
 from relit_platform.node.peer_channel import Channel
 from relit_platform.node.peer_transfer import of_slot, send_shard
@@ -56,9 +56,14 @@ class PeerSender:
         self._thread: threading.Thread | None = None
 
     def aim(self, endpoint: Endpoint | None, *, anew: bool) -> None:
-        """Send there from now on; None: to nobody. anew: nothing of ours is there yet."""
+        """Send there from now on; None: to nobody. anew: nothing of ours is there yet.
+
+        What is on its way to somebody else ends at once: a peer that is gone is not waited for.
+        """
         with self._wake:
             self._target = endpoint
+            if self._channel is not None and self._channel[0] != endpoint:
+                self._channel[1].end()
             if anew:
                 self._slots.forget_sent()
             if self._thread is None and endpoint is not None and not self._closing.is_set():
@@ -86,7 +91,7 @@ class PeerSender:
         done = 0
         refused: PeerRefusedError | None = None
         for pooled in self._slots.unsent_cuts():
-            if self._closing.is_set() or self._target != endpoint:
+            if not self._aimed_at(endpoint):
                 break
             try:
                 self._send(pooled, endpoint)
@@ -112,7 +117,7 @@ class PeerSender:
                 break
             except PeerError:
                 self._hang_up()
-                if last:
+                if last or not self._aimed_at(endpoint):
                     raise
         with self._wake:
             if self._target == endpoint:
@@ -125,8 +130,16 @@ class PeerSender:
         self._hang_up()
         channel = self._connect(endpoint)
         with self._wake:
-            self._channel = (endpoint, channel)
+            aimed = self._aimed_at(endpoint)
+            if aimed:
+                self._channel = (endpoint, channel)
+        if not aimed:
+            channel.close()
+            raise PeerAwayError(peer=channel.peer, reason="it is our peer no longer")
         return channel
+
+    def _aimed_at(self, endpoint: Endpoint) -> bool:
+        return self._target == endpoint and not self._closing.is_set()
 
     def _hang_up(self) -> None:
         with self._wake:
@@ -149,8 +162,10 @@ class PeerSender:
                 pause_s = RETRY_FIRST_S
                 self._closing.wait(LOOK_EVERY_S)
             except (PeerError, PlatformError, StorageError, OSError) as error:
-                if not self._closing.is_set():
-                    self._failed(str(error))
+                if not self._aimed_at(target):  # it was ended here, and another one is due
+                    pause_s = RETRY_FIRST_S
+                    continue
+                self._failed(str(error))
                 self._closing.wait(pause_s)
                 pause_s = min(RETRY_MAX_S, 2 * pause_s)
         self._hang_up()

@@ -104,7 +104,7 @@ class PeerServer:
 
     def _attend(self, channel: Channel) -> None:
         try:
-            answer(channel, self._identity)
+            channel.node = answer(channel, self._identity)
             self._serve(channel)
         except (PeerError, PlatformError, StorageError, OSError) as error:
             if not self._closing.is_set():

@@ -47,7 +47,8 @@ Say = Callable[[str, Level, dict[str, Any]], None]  # kind, level and data of a 
 class PeerTier:
     """Thread-safe. fence_epoch() is the epoch at which this node is sealed; say makes a fact.
 
-    peered(on) tells the ranks of this node whether there is somebody to give cuts to.
+    peered(on) tells the ranks of this node whether there is somebody to give cuts to. reap: see
+    PeerCopies.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PeerTier:
         disk: DiskTier,
         fence_epoch: Callable[[], int],
         peered: Callable[[bool], None],
+        reap: Callable[[int], object],
         say: Say,
     ) -> None:
         self._node_id = node_id
@@ -73,7 +75,7 @@ class PeerTier:
         self._fence_epoch = fence_epoch
         self._peered = peered
         self._say = say
-        self.copies = PeerCopies(folder, self._room_bytes)
+        self.copies = PeerCopies(folder, self._room_bytes, reap)
         self._chunk_bytes = min(config.chunk_bytes, CHUNK_BYTES)
         self._sender = PeerSender(
             slots,

@@ -129,7 +129,8 @@ def receive_shard(
         if wanted is not None and offer.place != wanted:
             reason = f"{offer.place} was offered for {wanted}"
             raise PeerRefusedError(peer=channel.peer, reason=reason)
-        arriving = copies.begin(offer, channel.peer, wanted=wanted is not None)
+        giver = channel.node or channel.peer
+        arriving = copies.begin(offer, giver, wanted=wanted is not None)
         try:
             missing = set(arriving.missing)
             channel.say(Kind.NEED, {"chunks": sorted(missing)})

@@ -18,6 +18,7 @@ from relit_storage.checkpoint.image import parse_header
 from relit_storage.errors import CorruptShardError
 
 SUFFIX = ".slot"
+COPIES_PER_RANK = 2  # of the node before this one in the ring
 Order = tuple[int, int]  # (generation, step): newer is greater
 
 
@@ -76,24 +77,61 @@ class SlotPool:
             self._slots[path] = pooled
             self._numbers[worker_id] = max(self._numbers.get(worker_id, 0), int(number) + 1)
 
+    def open_for(
+        self,
+        worker_id: str,
+        count: int,
+        image_bytes: int,
+        extras_capacity: int,
+        *,
+        alive: frozenset[str],
+        busy: frozenset[str],
+    ) -> tuple[str, ...]:
+        """As `open`, for a worker that is alive; slots of dead ones make room if need be.
+
+        Of each dead worker the two newest snapshots stay, or else the newest one, or else that of
+        each rank: without slots of its own their successor could never save, and nothing would
+        ever be newer than theirs. A worker that has such slots in use gets more only if that leaves
+        room for the copies of another node's ranks, as many as there are here: without those one
+        more slot would be of no use. busy: paths that are being persisted. Raises BudgetError.
+        """
+        wanted = (worker_id, count, image_bytes, extras_capacity)
+        if self._in_use(worker_id, image_bytes, extras_capacity):
+            ranks = {p.worker_id for p in self._snapshot().values()} & alive
+            size = slot_file_bytes(image_bytes, extras_capacity)
+            return self.open(*wanted, left_bytes=COPIES_PER_RANK * len(ranks) * size)
+        for keep, by_rank in ((2, False), (1, False), (1, True)):
+            try:
+                return self.open(*wanted)
+            except BudgetError:
+                self._thin_dead(keep, by_rank, alive, busy)
+        return self.open(*wanted)
+
     def open(
-        self, worker_id: str, count: int, image_bytes: int, extras_capacity: int
+        self,
+        worker_id: str,
+        count: int,
+        image_bytes: int,
+        extras_capacity: int,
+        left_bytes: int = 0,
     ) -> tuple[str, ...]:
         """`count` EMPTY slots for a worker; blocks about 0.35 s/GiB while memory is reserved.
 
-        Slots that an earlier, repeated call made and nobody used yet are handed out again. Raises
-        BudgetError if the budget, or the tmpfs itself, has no room; then nothing was created.
+        Slots that an earlier, repeated call made and nobody used yet are handed out again.
+        left_bytes: what of the budget no slot may take. Raises BudgetError if the budget, or the
+        tmpfs itself, has no room; then nothing was created.
         """
         size = slot_file_bytes(image_bytes, extras_capacity)
+        budget = self._budget_bytes - left_bytes
         with self._lock:
             paths = self._unused(worker_id, image_bytes, extras_capacity)[:count]
             missing = count - len(paths)
             needed = self._used_bytes() + missing * size
-            if needed > self._budget_bytes:
+            if needed > budget:
                 raise BudgetError(
                     what=f"{count} snapshot slots of {worker_id}",
                     needed_bytes=needed,
-                    budget_bytes=self._budget_bytes,
+                    budget_bytes=max(0, budget),
                 )
             self._reserved_bytes += missing * size
             number = self._numbers.get(worker_id, 0)
@@ -202,11 +240,18 @@ class SlotPool:
         whole = [(g, s) for (g, s, world), found in ranks.items() if len(found) == world]
         return max(whole, default=None)
 
-    def free_dead(self, alive: frozenset[str], busy: frozenset[str], floor: Order | None) -> int:
+    def free_dead(
+        self,
+        alive: frozenset[str],
+        busy: frozenset[str],
+        floor: Order | None,
+        before: int | None = None,
+    ) -> int:
         """Release what dead workers left and no restore can want; answers how many slots.
 
         That is: what was never completed, and steps older than `floor`, the newest step that is
-        whole somewhere nearer or as near. busy: paths that are being persisted.
+        whole somewhere nearer or as near. busy: paths that are being persisted. before: only what
+        older generations than this one have saved.
         """
         free = []
         for path, pooled in self._snapshot().items():
@@ -216,10 +261,32 @@ class SlotPool:
                 info = self._info(pooled, "")
             except CorruptShardError:
                 info = None
+            if info is not None and before is not None and info.generation >= before:
+                continue
             if info is None or (floor is not None and (info.generation, info.step) < floor):
                 free.append(path)
         self.release(free)
         return len(free)
+
+    def _thin_dead(
+        self, keep: int, by_rank: bool, alive: frozenset[str], busy: frozenset[str]
+    ) -> None:
+        """Release snapshots of dead workers but the newest `keep` of each, or of each rank."""
+        dead: dict[object, list[tuple[Order, bool, str]]] = {}
+        for path, pooled in self._snapshot().items():
+            if pooled.worker_id in alive:
+                continue
+            try:
+                info = self._info(pooled, "")
+            except CorruptShardError:
+                continue  # free_dead takes it
+            if info is not None:
+                owner = info.rank if by_rank else info.worker_id
+                order = (info.generation, info.step)
+                dead.setdefault(owner, []).append((order, info.pinned or path in busy, path))
+        for found in dead.values():
+            older = sorted(found, reverse=True)[keep:]
+            self.release(path for _, needed, path in older if not needed)
 
     def drop_step(self, step: int, generation: int, alive: frozenset[str]) -> None:
         """Release the slots of a step whose owners are dead; the living overwrite their own."""
@@ -251,6 +318,14 @@ class SlotPool:
                 budget_bytes=free.f_bavail * free.f_frsize,
             ) from error
         return paths
+
+    def _in_use(self, worker_id: str, image_bytes: int, extras_capacity: int) -> bool:
+        own = [p.slot for p in self._snapshot().values() if p.worker_id == worker_id]
+        return any(
+            (header.image_bytes, header.extras_capacity) == (image_bytes, extras_capacity)
+            and header.state is not SlotState.EMPTY
+            for header in (slot.info() for slot in own)
+        )
 
     def _unused(self, worker_id: str, image_bytes: int, extras_capacity: int) -> list[str]:
         found = []

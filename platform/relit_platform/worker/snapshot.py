@@ -33,6 +33,7 @@ NUM_SLOTS = 3
 CUTS_KEPT = 2  # the newest that is whole on another node, and the next one
 MIN_EXTRAS_BYTES = 256 << 10
 RETRY_OPEN_S = 5.0  # after the agent refused or failed to give slots
+RETRY_ADD_S, RETRY_ADD_MAX_S = 60.0, 3600.0  # the one more that cuts would like: the loop waits
 
 OpenSlots = Callable[[int, int, int], Sequence[str]]
 
@@ -120,6 +121,7 @@ class Snapshotter:
         self._geometry = (-1, 0)  # image bytes, extras capacity of self._stages
         self._share = ShareLayout()
         self._retry_at_s = 0.0
+        self._add_at_s, self._add_pause_s = 0.0, RETRY_ADD_S
         self._memory = HostMemory()
         self._overlap = Overlap(staging)
         self._pending: _Pending | None = None
@@ -261,16 +263,19 @@ class Snapshotter:
         return ""
 
     def _add_slot(self) -> None:
-        """Cuts keep two slots: one more than without them, if the agent has room for it."""
-        now_s = time.monotonic()
-        if len(self._stages) != NUM_SLOTS or now_s < self._retry_at_s:
+        """Cuts keep two slots: one more than without them, if the agent has room for it.
+
+        Refused, it is asked for ever more rarely: budgets hardly change, and the call may block.
+        """
+        if len(self._stages) != NUM_SLOTS or time.monotonic() < self._add_at_s:
             return
         try:
             [path] = self._open_slots(1, *self._geometry)
             if path not in [stage.slot.path for stage in self._stages]:  # one that is unused yet
                 self._stages.append(_Stage(Slot.open(path, prefault=True), self._memory))
         except Exception:  # as above; with three the older cut goes first
-            self._retry_at_s = now_s + RETRY_OPEN_S
+            self._add_at_s = time.monotonic() + self._add_pause_s
+            self._add_pause_s = min(2 * self._add_pause_s, RETRY_ADD_MAX_S)
 
     def _free_stage(self) -> _Stage | None:
         free = [s for s in self._stages if s is not self._newest and not s.slot.pinned]
