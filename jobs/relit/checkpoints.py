@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from relit.driving import driving, renew, renewing
+from relit.driving import driving, renewing
 from relit.errors import BadInputError, CheckpointBrokenError, CheckpointNotFoundError
 from relit.reading import RunReader
 from relit_storage.checkpoint.commit_log import CommitLog
@@ -166,7 +166,7 @@ class Checkpoints:
                 for one in (*sorted(older), place)
             )
             for garbage in found:
-                renew(lease)
+                lease.renew()
                 give_up(store, log, garbage, epoch=lease.epoch, at_s=time.time())
             return found
 
@@ -188,7 +188,7 @@ class Checkpoints:
             log = CommitLog(self._reader.store)
             found = self.garbage(keep, deep=True, on_bytes=renewing(lease, on_bytes))
             for garbage in found:
-                renew(lease)
+                lease.renew()
                 give_up(self._reader.store, log, garbage, epoch=lease.epoch, at_s=time.time())
                 on_bytes(garbage.num_bytes)
             return found

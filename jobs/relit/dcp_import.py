@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
 from relit.errors import PickleRefusedError, SourceRefusedError
-from relit.torch_import import bytes_of, load_slice, refuse
+from relit.torch_import import bytes_of, load_slice, refuse, tensor_fault
 from relit_storage.checkpoint.durable import open_regular, read_file
 from relit_storage.checkpoint.image import ITEM_BYTES, TensorSpec
 from relit_storage.checkpoint.manifest_schema import MAX_NUMBER
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
 MAX_DEPTH = 60
+MAX_OPEN = 64  # files at a time
+MAX_KEY = 500  # objects in a tuple, those of inner ones included; torch's have a few
 _OURS = frozenset(
     {
         "torch.distributed.checkpoint.metadata",
@@ -37,8 +39,17 @@ _OURS = frozenset(
         "torch.distributed._shard.sharded_tensor.metadata",  # up to torch 2.3
     }
 )
+
+
+def _size(items: Any = ()) -> tuple[Any, ...]:
+    """Stands in for torch.Size. Of a tuple alone: `_weigh` knows what is in one."""
+    if type(items) is not tuple:
+        raise ValueError("a size that is none")
+    return items
+
+
 _PLAIN: Mapping[str, Any] = {
-    "torch.Size": tuple,
+    "torch.Size": _size,
     "collections.OrderedDict": dict,
 }
 _INERT = frozenset({"torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath"})
@@ -52,6 +63,7 @@ _OPCODES = frozenset(
         "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD",
     }
 )  # fmt: skip
+_IN_PLACE = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"})
 
 
 class _Thing:
@@ -95,10 +107,51 @@ class _Reader(pickle.Unpickler):
 
 
 def _check_opcodes(raw: bytes, path: str) -> None:
-    """Before pickle's own reader sees it: SourceRefusedError for what it should not do."""
-    for opcode, _, place in pickletools.genops(io.BytesIO(raw)):
+    """Before pickle's own reader sees it: SourceRefusedError for what it should not do.
+
+    That reader makes room for a memo of any number that it reads. And it hashes keys, on the C
+    stack and without a bound: so what a key may be is weighed here.
+    """
+    stack: list[int] = []  # for each object there, how many objects its hash visits at most
+    marks: list[int] = []
+    memo: dict[Any, int] = {}
+    for number, (opcode, argument, place) in enumerate(pickletools.genops(io.BytesIO(raw))):
         if opcode.name not in _OPCODES:
             refuse(path, f"does {opcode.name} at {place}, which no metadata needs")
+        if opcode.name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            key = len(memo) if argument is None else argument
+            if key > number:
+                refuse(path, f"remembers an object as number {key} at {place}")
+            memo[key] = stack[-1]
+        elif opcode.name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        else:
+            _weigh(opcode, stack, marks)
+        if stack and stack[-1] > MAX_KEY:
+            refuse(path, f"has a tuple of more than {MAX_KEY} objects at {place}")
+
+
+def _weigh(opcode: pickletools.OpcodeInfo, stack: list[int], marks: list[int]) -> None:
+    """Do to the weights what an opcode does to the objects. ValueError, IndexError."""
+    if opcode.name == "MARK":
+        marks.append(len(stack))
+        return
+    taken, begin = opcode.stack_before, len(stack)
+    if pickletools.markobject in taken:
+        taken, begin = taken[: taken.index(pickletools.markobject)], marks.pop()
+    begin -= len(taken)
+    if begin < (marks[-1] if marks else 0):
+        raise ValueError(f"{opcode.name} takes more than there is")
+    weights = stack[begin:]
+    del stack[begin:]
+    if opcode.name.startswith("TUPLE"):
+        stack.append(1 + sum(weights))
+    elif opcode.name == "REDUCE":
+        stack.append(weights[1])  # of the arguments: a size is made of them
+    elif opcode.name in _IN_PLACE:
+        stack.append(weights[0])
+    else:  # lists, dictionaries and stand-ins are hashed by what they are, or not at all
+        stack += [1] * len(opcode.stack_after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +211,10 @@ class DcpFolder:
             room.copy_(self._part(spec, box, place))
         yield from bytes_of(whole)
 
+    def is_loaded(self, tensor: Tensor) -> bool:
+        """False for a stand-in in `state`, whose bytes `blocks` reads from files."""
+        return id(tensor) not in self._entries
+
     def close(self) -> None:
         """Close all files. Safe to repeat."""
         while self._files:
@@ -170,19 +227,25 @@ class DcpFolder:
         dtype = self._torch_dtypes[spec.dtype]
         if not isinstance(found, Tensor) or (found.dtype, tuple(found.shape)) != (dtype, box.shape):
             refuse(self._where(place), f"holds no {spec.dtype} {box.shape} of {spec.name!r}")
+        if reason := tensor_fault(found):
+            refuse(self._where(place), f"{spec.name!r} {reason}")
         return found
 
     def _where(self, place: _Place) -> str:
         return os.path.join(self._folder, place.file)
 
     def _fd(self, file: str) -> int:
+        """Valid until the next call, which may close the file that was used longest ago."""
         if file not in self._files:
+            while len(self._files) >= MAX_OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
             path = os.path.join(self._folder, file)
             try:
                 self._files[file] = open_regular(path)
             except OSError as error:
                 refuse(path, f"cannot be opened: {error.strerror}")
-        return self._files[file]
+        self._files[file] = fd = self._files.pop(file)  # the last in order
+        return fd
 
     # ---- .metadata ----
 

@@ -17,6 +17,7 @@
         │   └── StoreUnwritableError      the store refuses to be written
         ├── ClusterStartError       1   a local Ray cluster did not come up
         ├── NotFinishedError      101   the time to wait is over, or the run was lost
+        ├── ImportCommitError     101   the commit of an import failed, and may have gone through
         ├── RunNotFoundError      102   no such run in this store
         ├── CheckpointNotFoundError 102 the run has no such step
         └── CheckpointBrokenError 100   no copy of the step is whole
@@ -65,6 +66,7 @@ __all__ = [
     "StoreUnwritableError",
     "ClusterStartError",
     "NotFinishedError",
+    "ImportCommitError",
     "RunNotFoundError",
     "CheckpointNotFoundError",
     "CheckpointBrokenError",
@@ -187,6 +189,17 @@ class NotFinishedError(JobError):
 
     exit_code = NOT_FINISHED
     template = "run {run} is not finished ({state}): {why}."
+
+
+class ImportCommitError(JobError):
+    """Fields: run, step, cause."""
+
+    exit_code = NOT_FINISHED
+    template = "the commit of step {step} of run {run} failed: {cause}."
+    fix = (
+        "It may have gone through all the same: `relit ckpt ls RUN` shows the step then. If not, "
+        "repeat the import; after it `relit ckpt gc RUN --yes` takes away the files that are left."
+    )
 
 
 class RunNotFoundError(JobError):

@@ -89,16 +89,22 @@ def export(
 ) -> list[str]:
     """Write the folder, which must be new or empty; the names of its files. Blocks for all of it.
 
-    CorruptShardError, OSError: nothing is left behind. BadInputError if the folder is in use, or
-    if the format cannot hold the state.
+    CorruptShardError; BadInputError if the folder is in use or cannot be written, or if the format
+    cannot hold the state: nothing is left behind.
     """
-    with _new_folder(folder) as pending:
-        if to == "hf":
-            _write_hf(reader, selection, pending, max_file_bytes, on_bytes)
-        else:
-            write_with_torch(reader, selection.objects, selection.tensors, pending, to, on_bytes)
-        write_json(os.path.join(pending, ABOUT), _about(reader, selection, to))
-        names = os.listdir(pending)
+    try:
+        with _new_folder(folder) as pending:
+            if to == "hf":
+                _write_hf(reader, selection, pending, max_file_bytes, on_bytes)
+            else:
+                write_with_torch(
+                    reader, selection.objects, selection.tensors, pending, to, on_bytes
+                )
+            write_json(os.path.join(pending, ABOUT), _about(reader, selection, to))
+            names = os.listdir(pending)
+    except OSError as error:
+        cause = error.strerror or error
+        raise BadInputError(f"{folder} cannot be written: {cause}; choose another one.") from error
     return sorted(names)
 
 
@@ -160,16 +166,23 @@ def _write_hf(
 def hf_names(objects: Json) -> tuple[dict[str, str], dict[str, str]]:
     """(Name by saved name, aliases as safetensors' own save_model writes them: alias -> kept).
 
-    An import reads the export back by them.
+    An import reads the export back by them. BadInputError if two tensors would have one name.
     """
     weights = {name: node for name, node in objects.items() if is_weights(node)}
     names: dict[str, str] = {}
     aliases: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for registered, node in weights.items():
         for key, value in node.items():
             if not is_tensor(value):
                 continue  # extra state of a module: in relit.json
             name = key if len(weights) == 1 else f"{registered}.{key}"
+            owner = owners.setdefault(name, registered)
+            if owner != registered:
+                raise BadInputError(
+                    f"tensors of {owner!r} and of {registered!r} would both be called {name!r} in "
+                    "a safetensors file; --to torch keeps the objects apart."
+                )
             if value["$T"] in names:
                 aliases[name] = names[value["$T"]]
             else:

@@ -137,7 +137,10 @@ def open_source(
 def bytes_to_check(path: str) -> int:
     """How many bytes opening a source reads, for a progress bar. SourceRefusedError."""
     kind, file = detect(os.path.abspath(os.path.expanduser(path)))
-    return os.path.getsize(file) if kind == "torch" else 0
+    try:
+        return os.path.getsize(file) if kind == "torch" else 0
+    except OSError as error:  # a link to nowhere, say
+        raise SourceRefusedError(file=file, reason=f"cannot be read: {error.strerror}") from error
 
 
 def detect(path: str) -> tuple[Format, str]:

@@ -4,8 +4,9 @@
           -> manifest, created exclusively -> commit log
 
 Without the commit at the end there is no step: an import that was killed leaves files that `relit
-ckpt gc` takes away, and may be repeated. The run is new, or one that no supervisor has started yet;
-it may be a home of checkpoints alone, which others begin with by `init`.
+ckpt gc` takes away, and may be repeated. One that fails deletes them itself, but not once it has
+begun to commit: what may be committed is never deleted. The run is new, or one that no supervisor
+has started yet; it may be a home of checkpoints alone, which others begin with by `init`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 
 from relit import run_writer
 from relit.client import Client, check_writable
-from relit.driving import driving, renewing
-from relit.errors import BadInputError
+from relit.driving import HeldLease, driving, renewing
+from relit.errors import BadInputError, ImportCommitError, RelitError
 from relit.import_source import Source
 from relit.reading import RunReader
 from relit.spec.model import NAME_PATTERN
@@ -37,7 +38,6 @@ from relit_storage.checkpoint.image_writing import write_image
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.errors import StoreError
 from relit_storage.run import layout
-from relit_storage.run.lease import Lease
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.protocol import ObjectStore
 
@@ -87,8 +87,9 @@ def import_checkpoint(
 
     scratch: a folder for one shard at a time, the system's own by default. on_bytes hears of
     tensors' bytes. BadInputError for a run that has started or has this step or a newer one;
-    SourceRefusedError; RunAliveError, LeaseHeldError; StoreError. After an error nothing is
-    committed, and what was uploaded is deleted as far as that is possible.
+    SourceRefusedError; RunAliveError, LeaseHeldError; FencedError; StoreError. After these nothing
+    is committed, and what was uploaded is deleted as far as that is possible. After
+    ImportCommitError, or an interrupt at the end, the step may be committed.
     """
     reader = _find(target, client)
     check_writable(client.store_url)
@@ -97,14 +98,13 @@ def import_checkpoint(
         _describe(source, target, reader, client)
         work = _Import(source, target, reader, lease, shard_bytes, renewing(lease, on_bytes))
         try:
-            with tempfile.TemporaryDirectory(prefix="relit-import-", dir=scratch) as folder:
+            with _scratch_folder(scratch) as folder:
                 manifest = work.write(folder)
-            data = manifest.to_bytes()
-            tier = ObjectTier(reader.store, CommitLog(reader.store), time.time)
-            tier.commit(lease.epoch, target.step, work.generation, data)
+            lease.confirm()
         except BaseException:
             work.abandon()
             raise
+        _commit(reader, lease, manifest)
     return Imported(
         run_id=target.run_id,
         step=target.step,
@@ -114,6 +114,28 @@ def import_checkpoint(
         num_bytes=source.num_bytes,
         shards=manifest.world,
     )
+
+
+def _scratch_folder(scratch: str | None) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(
+            prefix="relit-import-", dir=scratch, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise BadInputError(
+            f"no shard can be laid out in {scratch or 'the temporary folder'}: "
+            f"{error.strerror or error}; choose another folder by --scratch."
+        ) from error
+
+
+def _commit(reader: RunReader, lease: HeldLease, manifest: Manifest) -> None:
+    """Whatever goes wrong from here on, the step may be in the log: nothing of it is deleted."""
+    tier = ObjectTier(reader.store, CommitLog(reader.store), time.time)
+    try:
+        tier.commit(lease.epoch, manifest.step, manifest.generation, manifest.to_bytes())
+    except RelitError as error:
+        cause = str(error).rstrip(".")
+        raise ImportCommitError(run=reader.run_id, step=manifest.step, cause=cause) from error
 
 
 def _find(target: Target, client: Client) -> RunReader:
@@ -168,7 +190,7 @@ class _Import:
         source: Source,
         target: Target,
         reader: RunReader,
-        lease: Lease,
+        lease: HeldLease,
         shard_bytes: int,
         on_bytes: OnBytes,
     ) -> None:

@@ -38,8 +38,8 @@ def write_with_torch(
 ) -> None:
     """Write `objects` as torch.save (to="torch") or torch.distributed.checkpoint has them; blocks.
 
-    CorruptShardError, OSError; BadInputError for a dtype that torch does not have. Then the
-    caller removes the folder.
+    CorruptShardError; OSError, also where torch's writers wrap one; BadInputError for a dtype that
+    torch does not have. Then the caller removes the folder.
     """
     import torch
 
@@ -56,7 +56,11 @@ def write_with_torch(
     if to == "torch":
         path = os.path.join(folder, TORCH_FILE)
         with open(path, "xb") as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:
+                _raise_disk_error(error)
+                raise
             file.flush()
             os.fsync(file.fileno())
     else:
@@ -65,6 +69,7 @@ def write_with_torch(
 
 
 def _save_dcp(state: Mapping[str, Any], folder: str) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -72,7 +77,21 @@ def _save_dcp(state: Mapping[str, Any], folder: str) -> None:
     with warnings.catch_warnings():
         # It says that this is a single process, which is what no_dist asks for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(dict(state), storage_writer=writer, no_dist=True)
+        try:
+            save(dict(state), storage_writer=writer, no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            _raise_disk_error(error)
+            raise
+
+
+def _raise_disk_error(error: BaseException) -> None:
+    """Raise what the disk said, if that is what an error of torch comes from."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, OSError):
+        by_rank = getattr(inner, "failures", {})  # of a CheckpointException
+        inner = next((e for e, _ in by_rank.values()), inner.__cause__ or inner.__context__)
+    if inner is not None:
+        raise OSError(inner.errno, inner.strerror) from error
 
 
 def _mapped(path: str, layout: ImageLayout) -> dict[str, Tensor]:

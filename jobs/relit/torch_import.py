@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import warnings
@@ -28,6 +29,9 @@ from relit_storage.checkpoint.image import MAX_REASON, TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_VALUES = 2_000_000
+TEXT_CHARS = 64  # text counts once more for each so many
+_MAX_NESTING = 100  # what is deeper is refused by the walk that makes the skeleton
 _ZIP_MAGIC = b"PK\x03\x04"
 # How torch's weights-only loader says what it refuses.
 _GLOBALS = (
@@ -48,7 +52,7 @@ def open_torch(
 
     folder = DcpFolder(path)
     stack.callback(folder.close)
-    return _source(kind, path, folder.state, naming, folder.blocks)
+    return _source(kind, path, folder.state, naming, folder.blocks, folder.is_loaded)
 
 
 def load_file(path: str, on_bytes: OnBytes = lambda count: None) -> Any:
@@ -115,11 +119,13 @@ def _source(
     state: Any,
     naming: Naming,
     read: Callable[[Tensor], Iterator[memoryview]],
+    is_loaded: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> Source:
     from relit_platform.worker.state_tree import Flattening, dtype_name
 
     if not isinstance(state, dict) or not all(type(key) is str for key in state):
         refuse(path, f"holds a {type(state).__name__}, not a dictionary of states by name")
+    _check_count(path, state)
     objects = {naming.flat(): state} if _is_flat(state) else naming.applied(state)
     walk = Flattening()
     try:
@@ -129,12 +135,60 @@ def _source(
     if not walk.tensors:
         refuse(path, "holds no tensor")
     tensors: Mapping[str, Tensor] = walk.tensors
+    for name, tensor in tensors.items():
+        if is_loaded(tensor) and (reason := tensor_fault(tensor)):
+            refuse(path, f"{name} {reason}")
     return Source(
         format=kind,
         objects=skeleton,
         specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()),
         blocks=lambda spec: read(tensors[spec.name]),
     )
+
+
+def _check_count(path: str, state: Any) -> None:
+    """A list that holds another ten times, which holds another ten times, is short in a file, and
+    has no end once each is written where it occurs.
+    """
+    left = MAX_VALUES
+    levels: list[Iterator[Any]] = [iter((state,))]
+    while levels:
+        for value in levels[-1]:
+            left -= 1 + (len(value) // TEXT_CHARS if isinstance(value, str) else 0)
+            if left < 0:
+                refuse(
+                    path,
+                    f"holds more than {MAX_VALUES} values, those of a list once for each place "
+                    "where it occurs; save it without them",
+                )
+            inner = _items(value) if len(levels) < _MAX_NESTING else None
+            if inner is not None:
+                levels.append(inner)
+                break
+        else:
+            levels.pop()
+
+
+def _items(value: Any) -> Iterator[Any] | None:
+    if isinstance(value, dict):
+        return itertools.chain(value.keys(), value.values())
+    return iter(value) if isinstance(value, (list, tuple)) else None
+
+
+def tensor_fault(tensor: Tensor) -> str:
+    """Why a tensor that was loaded is not taken, or "". Touches none of its bytes."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"is a tensor of {tensor.layout}, and dense ones alone are kept"
+    if tensor.device.type != "cpu":
+        return f"lies on {tensor.device}: the file has no bytes of it"
+    there = tensor.untyped_storage().nbytes()
+    if tensor.nbytes > there:
+        return (
+            f"is an expanded view, {tensor.nbytes} bytes made of {there}; save its clone() instead"
+        )
+    return ""
 
 
 def _is_flat(state: Mapping[str, Any]) -> bool:
@@ -158,12 +212,19 @@ def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
 
 def load_slice(fd: int, begin: int, count: int, path: str) -> Any:
     """What a torch.save in the middle of a file holds. SourceRefusedError."""
-    if begin + count > os.fstat(fd).st_size:
-        refuse(path, f"ends before {begin + count}, where a part of it should end")
+    end = begin + count
+    raw = io.BytesIO()
     try:
-        raw = io.BytesIO(os.pread(fd, count, begin))
+        if end > os.fstat(fd).st_size:
+            refuse(path, f"ends before {end}, where a part of it should end")
+        while begin < end:  # a read gives 2 GiB at most, and may give less
+            block = os.pread(fd, min(BLOCK_BYTES, end - begin), begin)
+            if not block:
+                refuse(path, f"ends at {begin}, shorter than when it was opened")
+            begin += raw.write(block)
     except OSError as error:
         refuse(path, f"cannot be read: {error.strerror}")
+    raw.seek(0)
     check_archive(raw, path)
     raw.seek(0)
     return load_safely(raw, path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from relit.checkpoints import Checkpoints
 from relit.errors import BadInputError
-from relit.exporting import Format, export, select
+from relit.exporting import Format, export, hf_names, select
 from relit_platform.worker.skeleton import is_weights
 from relit_platform.worker.state_tree import DTYPES, flatten, unflatten
 from relit_storage.checkpoint.copy_reading import CopyReader
@@ -188,6 +189,33 @@ def test_a_flipped_bit_leaves_nothing_behind(saved: Saved, tmp_path: Path, to: F
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Once it is called, no file of this process grows beyond 4 KB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda count: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_disk_that_is_full_midway_is_the_callers_to_fix(
+    reader: CopyReader, tmp_path: Path, full_disk: Callable[[int], None], to: Format
+) -> None:
+    """Also where torch's own writers find out, whose errors are of other kinds."""
+    selection, folder = select(reader, weights_only=False), str(tmp_path / "out")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(BadInputError, match="out cannot be written: File too large"):
+        export(reader, selection, folder, to, max_file_bytes=10**9, on_bytes=full_disk)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_is_the_callers_to_fix(reader: CopyReader, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInputError, match="out cannot be written"):
+        write(reader, tmp_path / "file" / "out", "hf")
+
+
 def test_damaged_extras_are_refused(saved: Saved, reader: CopyReader) -> None:
     damage(saved.path(f"{shard_key(STEP, 1, 0)[: -len('.safetensors')]}.json"), "flipped")
     with pytest.raises(CorruptShardError, match="extras"):
@@ -221,6 +249,13 @@ KINDS = [
 @pytest.mark.parametrize(("node", "weights"), KINDS)
 def test_which_objects_are_weights(node: Any, weights: bool) -> None:
     assert is_weights(node) is weights
+
+
+def test_two_tensors_never_get_one_name() -> None:
+    node = {"$T": "x"}
+    with pytest.raises(BadInputError, match=r"'a' and of 'a\.b'.*'a\.b\.c'.*--to torch"):
+        hf_names({"a": {"b.c": node}, "a.b": {"c": {"$T": "y"}}})
+    assert hf_names({"a": {"b": node}, "c": {"b": node}}) == ({"x": "a.b"}, {"c.b": "a.b"})
 
 
 # ---- pieces ----

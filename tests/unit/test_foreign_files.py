@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,26 @@ def test_tied_names_come_as_safetensors_writes_them(tmp_path: Path) -> None:
     files = TensorFiles.open(str(tmp_path / "x.safetensors"))
     assert files.aliases == {"head": "a"}, "only other names for tensors that are there"
     files.close()
+
+
+def test_files_that_are_open_cost_no_buffers(tmp_path: Path) -> None:
+    where = {f"t{n}": f"x-{n}.safetensors" for n in range(12)}
+    for name, file in where.items():
+        save_file({name: torch.ones(4)}, tmp_path / file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": where}))
+    tracemalloc.start()
+    try:
+        found = content(tmp_path / INDEX)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 12 and peak_bytes < 2 << 20
+
+
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CorruptShardError, match="holds no tensor"):
+        content(tmp_path / "x.safetensors")
 
 
 FOLDERS: list[tuple[list[str], str]] = [

@@ -24,15 +24,22 @@ from relit import importing
 from relit.checkpoints import Checkpoints
 from relit.cli.main import main
 from relit.client import Client
-from relit.errors import BadInputError, RunAliveError, SourceRefusedError
+from relit.errors import (
+    BadInputError,
+    ImportCommitError,
+    RelitError,
+    RunAliveError,
+    SourceRefusedError,
+)
 from relit.exporting import Format, export, select
-from relit.import_source import Naming, Source, open_source
+from relit.import_source import Naming, Source, bytes_to_check, open_source
 from relit.importing import Imported, Target, import_checkpoint
 from relit.run_state import IMPORTED
+from relit_platform.control.object_tier import ObjectTier
 from relit_platform.worker.state_tree import DTYPES, unflatten
 from relit_storage.checkpoint.copy_reading import CopyReader
 from relit_storage.checkpoint.verifying import verify_copy
-from relit_storage.errors import StoreError
+from relit_storage.errors import FencedError, StoreError, StoreUnavailableError
 from relit_storage.run.lease import Lease
 from relit_storage.stores.local import LocalStore
 
@@ -295,12 +302,21 @@ def test_a_store_that_fails_leaves_no_step(
     calls = [0]
     for verb in ("put_file", "put", "put_if_absent"):
         monkeypatch.setattr(LocalStore, verb, failing(getattr(LocalStore, verb), calls, nth))
-    with pytest.raises(StoreError, match="the disk is full"):
+    with pytest.raises(RelitError, match="the disk is full") as caught:
         bring(client, weights(tmp_path), shard_bytes=1)
-    assert [path for path in (tmp_path / "store").rglob("steps/*/*/*") if path.is_file()] == []
+    commits = nth > 5  # the lease's epoch and two shards of two files come first
+    assert isinstance(caught.value, ImportCommitError) is commits
+    assert bool(step_files(tmp_path)) is commits, "whether it went through is not known then"
+    assert not commits or re.search("may have gone.*ckpt ls.*ckpt gc", str(caught.value))
     monkeypatch.undo()
     assert bring(client, weights(tmp_path), shard_bytes=1).shards == 2
     assert set(state_of(reader_of(client))["model"]) == {"a", "b"}
+    Checkpoints(client.get("in").reader).collect(None, lambda count: None)
+    assert len(step_files(tmp_path)) == 5, "two shards and their JSON, and the manifest"
+
+
+def step_files(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "store").rglob("steps/*/*/*") if path.is_file()]
 
 
 def failing(verb: Callable[..., Any], calls: list[int], nth: int) -> Callable[..., Any]:
@@ -312,6 +328,59 @@ def failing(verb: Callable[..., Any], calls: list[int], nth: int) -> Callable[..
         return verb(self, key, *arguments)
 
     return call
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        (StoreUnavailableError(url="x", key="log", cause="no answer"), ImportCommitError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_what_may_be_committed_is_never_deleted(
+    client: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+    raised: type[BaseException],
+) -> None:
+    commit = ObjectTier.commit
+
+    def unheard(self: ObjectTier, *arguments: Any) -> None:
+        commit(self, *arguments)
+        raise fault
+
+    monkeypatch.setattr(ObjectTier, "commit", unheard)
+    with pytest.raises(raised):
+        bring(client, weights(tmp_path))
+    assert set(state_of(reader_of(client))["model"]) == {"a", "b"}
+
+
+def test_a_lease_that_cannot_be_released_hides_no_commit(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: Lease, now: float) -> None:
+        raise StoreUnavailableError(url="x", key="lease", cause="no answer")
+
+    monkeypatch.setattr(Lease, "release", lost)
+    assert bring(client, weights(tmp_path)).step == 0
+    assert set(state_of(reader_of(client))["model"]) == {"a", "b"}
+
+
+def test_a_lost_lease_commits_nothing(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody whose clock is ahead takes over while a shard is on its way."""
+    put_file = LocalStore.put_file
+
+    def overtaken(self: LocalStore, key: str, path: str) -> None:
+        put_file(self, key, path)
+        Lease.take(client.get("in").reader.store, "in", "someone", time.time() + 99.0, 60.0)
+
+    monkeypatch.setattr(LocalStore, "put_file", overtaken)
+    with pytest.raises(FencedError, match="lease epoch 1 is over"):
+        bring(client, weights(tmp_path))
+    assert client.get("in").reader.checkpoints() == [] and step_files(tmp_path) == []
 
 
 def test_a_damaged_source_leaves_nothing(client: Client, tmp_path: Path) -> None:
@@ -334,6 +403,19 @@ def test_no_room_for_a_shard_names_the_way_out(
     monkeypatch.setattr(importing, "write_image", full)
     with pytest.raises(BadInputError, match=r"No space left.*--scratch"):
         bring(client, weights(tmp_path))
+
+
+def test_a_scratch_folder_that_is_none_names_the_way_out(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"none: No such file.*--scratch"):
+        bring(client, weights(tmp_path), scratch=str(tmp_path / "none"))
+
+
+def test_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SourceRefusedError, match="No such file"):
+        bytes_to_check(str(tmp_path))
+    with pytest.raises(SourceRefusedError, match="No such file"):
+        look(tmp_path)
 
 
 # ---- the command ----

@@ -28,12 +28,12 @@ from relit_storage.errors import CorruptShardError
 
 SUFFIX = ".safetensors"
 MAX_JSON_BYTES = 64 << 20
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20  # whoever reads may still hold the last block of the tensor before
 Json = dict[str, Any]
 
 
 class TensorFile:
-    """One open file. Not thread-safe: its blocks share one buffer."""
+    """One open file, which costs no memory but its header until a tensor is read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -46,14 +46,14 @@ class TensorFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._buffer = memoryview(bytearray(BLOCK_BYTES))
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """A tensor's bytes in order, each block valid until the next. CorruptShardError."""
         begin = self.layout.offset(name)
         end = begin + self._sizes[name]
+        room = memoryview(bytearray(min(BLOCK_BYTES, end - begin)))
         while begin < end:
-            block = self._buffer[: min(BLOCK_BYTES, end - begin)]
+            block = room[: min(BLOCK_BYTES, end - begin)]
             got = self._read(block, begin)
             if not got:
                 refuse(self.path, f"ends at {begin}, shorter than when it was opened")
@@ -141,6 +141,8 @@ class TensorFiles:
         lost = sorted(names.keys() - specs.keys())
         if lost:
             refuse(path, f"{lost[0]!r} is not in {names[lost[0]]}")
+        if not specs:
+            refuse(path, "holds no tensor")
         # As safetensors' own save_model writes tied weights: {other name: the one that is kept}.
         aliases = {
             name: kept
