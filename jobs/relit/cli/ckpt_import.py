@@ -44,8 +44,9 @@ def import_checkpoint(
     """Commit SOURCE as a step of a run: Hugging Face safetensors (a file, a folder, an index), a
     torch.distributed.checkpoint folder, or a torch.save file.
 
-    Bytes stay as they are, and get checksums. Nothing is unpickled. Exits 0 once it is committed, 2
-    if the source or the run is refused: with an error nothing is committed.
+    Bytes stay as they are, and get checksums. No code of the file is run. Exits 0 once it is
+    committed; 2 if the source or the run is refused, and nothing is committed then; 101 if the
+    commit itself failed, and may have gone through.
     """
     from relit.import_source import Naming, bytes_to_check, open_source
     from relit.importing import Target
