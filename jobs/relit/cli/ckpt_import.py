@@ -13,7 +13,7 @@ from relit.cli.options import Output, json_option, make_client, store_option
 @click.command(short_help="Take over another tool's checkpoint.")
 @click.argument("source", type=click.Path())
 @click.option("--run", "run_id", required=True, help="A new run id, or a run that never started.")
-@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--step", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option(
     "--as",
     "names",
