@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from relit_platform.facts import JoinReply, JoinRequest
+from relit_platform.facts import Fact, JoinReply, JoinRequest
 
 NAMESPACE = "relit"
 T = TypeVar("T")
+Level = Literal["info", "warning", "error"]
 
 
 def manager_name(run_id: str) -> str:
@@ -79,6 +80,24 @@ class ActorLink:
         if handle is None:
             handle = self._handle = self._find()
         return handle
+
+
+def tell(
+    manager: ActorLink, member: Any, kind: str, data: dict[str, Any], level: Level = "info"
+) -> None:
+    """Send the manager an event of this rank, at its step and generation; waits for nothing."""
+    manager.send(
+        "fact",
+        Fact(
+            kind=kind,
+            at_s=time.time(),
+            src=f"rank:{member.rank}",
+            generation=member.generation,
+            step=member.step,
+            level=level,
+            data=data,
+        ),
+    )
 
 
 class ManagerClient:

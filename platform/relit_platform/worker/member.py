@@ -24,7 +24,6 @@ from relit_platform.errors import CollectiveBrokenError, DriftError, StaleMember
 from relit_platform.facts import (
     Assignment,
     Dismissed,
-    Fact,
     FaultReport,
     JoinRequest,
     Refused,
@@ -41,7 +40,7 @@ from relit_platform.worker.broadcast import (
 from relit_platform.worker.forming import form_watched
 from relit_platform.worker.gradient_sync import GradientSync
 from relit_platform.worker.initial_state import IMPORTED, load_import, load_initial
-from relit_platform.worker.manager_client import ManagerClient
+from relit_platform.worker.manager_client import Level, ManagerClient, tell
 from relit_platform.worker.process_group import Group, close_group, form_group, open_rendezvous
 from relit_platform.worker.recorder import Recorder
 from relit_platform.worker.restore import load_plan
@@ -257,18 +256,9 @@ class Member:
         """An event, and all names in the run directory."""
         self._recorder.store.put(INITIAL, json.dumps(report.to_json()).encode())
         lacking = bool(report.missing or report.unexpected)
-        self._recorder.manager.send(
-            "fact",
-            Fact(
-                kind="state.initialized",
-                at_s=time.time(),
-                src=f"rank:{self.rank}",
-                generation=self.generation,
-                step=self.step,
-                level="warning" if lacking else "info",
-                data=report.to_json(MAX_LISTED),
-            ),
-        )
+        level: Level = "warning" if lacking else "info"
+        data = report.to_json(MAX_LISTED)
+        tell(self._recorder.manager, self, "state.initialized", data, level)
 
     def _apply(
         self,
@@ -315,25 +305,16 @@ class Member:
     def _entered(self, assignment: Assignment, restore_s: float) -> None:
         first = not self.entered
         self.entered = True
-        self._recorder.manager.send(
-            "fact",
-            Fact(
-                kind="rank.entered",
-                at_s=time.time(),
-                src=f"rank:{self.rank}",
-                generation=self.generation,
-                step=self.step,
-                data={
-                    "worker_id": self.worker_id,
-                    "pid": self._pid,
-                    "node_id": self._node_id,
-                    "newcomer": first,
-                    "source": assignment.source.kind,
-                    "rank": self.rank,
-                    "restore_s": restore_s,
-                },
-            ),
-        )
+        data = {
+            "worker_id": self.worker_id,
+            "pid": self._pid,
+            "node_id": self._node_id,
+            "newcomer": first,
+            "source": assignment.source.kind,
+            "rank": self.rank,
+            "restore_s": restore_s,
+        }
+        tell(self._recorder.manager, self, "rank.entered", data)
 
     def _fault(self, kind: Any, message: str, refused: dict[str, Any] | None = None) -> FaultReport:
         return FaultReport(

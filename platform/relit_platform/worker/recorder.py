@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from relit_platform.facts import Fact, RestorePlan, RowBatch
+from relit_platform.facts import RestorePlan, RowBatch
 from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.advice import Adviser
 from relit_platform.worker.cuts import split, with_cut_vote
 from relit_platform.worker.drill import Drill
-from relit_platform.worker.manager_client import ActorLink
+from relit_platform.worker.manager_client import ActorLink, tell
 from relit_platform.worker.near import near
 from relit_platform.worker.pace import Pace
 from relit_platform.worker.saving import ExtrasText, Saver
@@ -113,21 +113,12 @@ class Recorder:
         """Say how long the run is and what it reads, once the loop has begun."""
         self._data_id = str(getattr(data, "fingerprint", ""))
         if member.rank == 0:
-            self.manager.send(
-                "fact",
-                Fact(
-                    kind="loop.begun",
-                    at_s=time.time(),
-                    src="rank:0",
-                    generation=member.generation,
-                    step=member.step,
-                    data={
-                        "total_steps": total_steps,
-                        "data": self._data_id,
-                        "tokens_per_sample": int(getattr(data, "block_len", 0)),
-                    },
-                ),
-            )
+            about = {
+                "total_steps": total_steps,
+                "data": self._data_id,
+                "tokens_per_sample": int(getattr(data, "block_len", 0)),
+            }
+            tell(self.manager, member, "loop.begun", about)
 
     def bind(self, objects: Mapping[str, Any]) -> None:
         """The registered objects, before the first generation is entered."""

@@ -11,15 +11,13 @@ nothing between a save that goes on in the copying thread and `settle`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from relit_platform.facts import Fact
 from relit_platform.run_config import CheckpointConfig
 from relit_platform.worker.drill import Drill
-from relit_platform.worker.manager_client import ActorLink
+from relit_platform.worker.manager_client import ActorLink, tell
 from relit_platform.worker.snapshot import Snapshotter
 from relit_platform.worker.staging import still_names
 from relit_platform.worker.state_memo import StateMemo
@@ -99,7 +97,7 @@ class Saver:
         outcome = self._snapshotter.settle()
         self._warn_of_moving(member)
         if outcome is not None and outcome.path is None:
-            self._skipped(member, member.step, outcome.reason)
+            self._skipped(member, outcome.reason)
 
     def rejoined(self, member: Any, extras: ExtrasText) -> None:
         """A generation begins at a boundary that is not the first: put its state into a slot.
@@ -158,7 +156,7 @@ class Saver:
             cut=cut,
         )
         if taken.path is None:
-            self._skipped(member, step, taken.reason)
+            self._skipped(member, taken.reason)
 
     def _hold(self, member: Any, step: int, path: str) -> None:
         self.memory_step = step
@@ -172,28 +170,16 @@ class Saver:
             self._still = (tensors, still_names(self._objects, tensors))
         return self._still[1]
 
-    def _skipped(self, member: Any, step: int, reason: str) -> None:
+    def _skipped(self, member: Any, reason: str) -> None:
         self._skips += 1
         if self._skips & (self._skips - 1) == 0:  # 1, 2, 4, 8, ...: said, never flooding
-            self._warn("ckpt.skipped", member, step, {"reason": reason, "skips": self._skips})
+            data = {"reason": reason, "skips": self._skips}
+            tell(self._manager, member, "ckpt.skipped", data, "warning")
 
     def _warn_of_moving(self, member: Any) -> None:
         """Say once that snapshots hold up the loop from now on, and why."""
         reason = self._snapshotter.moving
         if reason and reason != self._moving:
             self._moving = reason
-            self._warn("ckpt.staging", member, member.step, {"staging": "sync", "reason": reason})
-
-    def _warn(self, kind: str, member: Any, step: int, data: dict[str, Any]) -> None:
-        self._manager.send(
-            "fact",
-            Fact(
-                kind=kind,
-                at_s=time.time(),
-                src=f"rank:{member.rank}",
-                generation=member.generation,
-                step=step,
-                level="warning",
-                data=data,
-            ),
-        )
+            data = {"staging": "sync", "reason": reason}
+            tell(self._manager, member, "ckpt.staging", data, "warning")
