@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +54,14 @@ def await_stop(run: Any, mark: Path) -> None:
     if mark.exists():
         return
     mark.touch()
-    deadline_s = time.monotonic() + HOLD_S
-    while not run.stop_requested:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"nobody asked for a stop in {HOLD_S:.0f} s")
-        time.sleep(LOOK_EVERY_S)
+    wait(lambda: bool(run.stop_requested), "nobody asked for a stop")
 
 
 def await_go(marks: Path, step: int) -> None:
     """Wait for the test, whose word counts for every process that comes to this step."""
     marks.mkdir(parents=True, exist_ok=True)
     (marks / str(step)).touch()
-    deadline_s = time.monotonic() + HOLD_S
-    while not (marks / f"go-{step}").exists():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"nobody let step {step} go in {HOLD_S:.0f} s")
-        time.sleep(LOOK_EVERY_S)
+    wait((marks / f"go-{step}").exists, f"nobody let step {step} go")
 
 
 def hold(status_path: Path) -> None:
@@ -77,11 +70,19 @@ def hold(status_path: Path) -> None:
     Each rank looks for its own pid, so that a status from before the newest recovery is not taken
     for the present one by all of them.
     """
-    deadline_s = time.monotonic() + HOLD_S
-    while time.monotonic() < deadline_s:
+
+    def a_spare_waits() -> bool:
         status = json.loads(status_path.read_text())
         mine = any(worker["pid"] == os.getpid() for worker in status["workers"])
-        if mine and status["phase"] == "running" and status["waiting"] > 0:
-            return
+        return bool(mine and status["phase"] == "running" and status["waiting"] > 0)
+
+    wait(a_spare_waits, "no spare came")
+
+
+def wait(ready: Callable[[], bool], otherwise: str) -> None:
+    """Look again and again at what another process does; TimeoutError after HOLD_S."""
+    deadline_s = time.monotonic() + HOLD_S
+    while not ready():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{otherwise} in {HOLD_S:.0f} s")
         time.sleep(LOOK_EVERY_S)
-    raise TimeoutError(f"no spare came in {HOLD_S:.0f} s")

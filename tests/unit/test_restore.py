@@ -21,7 +21,7 @@ from relit_platform.worker.restore import load_plan
 from relit_platform.worker.snapshot import Snapshotter
 from relit_storage.checkpoint.checksum import checksum
 from relit_storage.checkpoint.image import ImageLayout, TensorSpec
-from relit_storage.checkpoint.shard import write_shard
+from relit_storage.checkpoint.shard import ShardRef, write_shard
 from relit_storage.errors import CorruptShardError
 from relit_storage.stores.local import LocalStore
 
@@ -37,6 +37,23 @@ def tensors() -> dict[str, Tensor]:
         "o.empty": torch.empty(0, 2),
         "o.flags": torch.tensor([True, False]),
     }
+
+
+def on_disk(rank: int, file: Path, extras: Path, ref: ShardRef) -> ShardSource:
+    """A rank's files as a plan names them."""
+    raw = extras.read_bytes()
+    return ShardSource(
+        rank=rank,
+        tier="disk",
+        node_id="n",
+        location=str(file),
+        extras_location=str(extras),
+        num_bytes=ref.num_bytes,
+        chunk_bytes=ref.chunk_bytes,
+        checksums=ref.checksums,
+        extras_bytes=len(raw),
+        extras_checksum=checksum(raw),
+    )
 
 
 class Saved:
@@ -75,18 +92,7 @@ class Saved:
         file, extras_file = self.folder / f"r{rank}.safetensors", self.folder / f"r{rank}.json"
         ref = write_shard(str(file), slot.image, CHUNK_BYTES)
         extras_file.write_bytes(slot.read_extras())
-        source = ShardSource(
-            rank=rank,
-            tier="disk",
-            node_id="n",
-            location=str(file),
-            extras_location=str(extras_file),
-            num_bytes=ref.num_bytes,
-            chunk_bytes=ref.chunk_bytes,
-            checksums=ref.checksums,
-            extras_bytes=len(slot.read_extras()),
-            extras_checksum=checksum(slot.read_extras()),
-        )
+        source = on_disk(rank, file, extras_file, ref)
         self.sources["disk"].append(source)
         self.store.put_file(file.name, str(file))
         self.store.put_file(extras_file.name, str(extras_file))
@@ -261,20 +267,7 @@ def write_pieces(folder: Path, specs: Sequence[Sequence[TensorSpec]]) -> Restore
         file, extras = folder / f"r{rank}.safetensors", folder / f"r{rank}.json"
         ref = write_shard(str(file), memoryview(image), 8)
         extras.write_bytes(b"{}")
-        sources.append(
-            ShardSource(
-                rank=rank,
-                tier="disk",
-                node_id="n",
-                location=str(file),
-                extras_location=str(extras),
-                num_bytes=ref.num_bytes,
-                chunk_bytes=ref.chunk_bytes,
-                checksums=ref.checksums,
-                extras_bytes=2,
-                extras_checksum=checksum(b"{}"),
-            )
-        )
+        sources.append(on_disk(rank, file, extras, ref))
     return RestorePlan(
         step=STEP, generation=GENERATION, world=len(specs), tier="disk", shards=tuple(sources)
     )
