@@ -22,7 +22,7 @@ from relit_storage.checkpoint.commit_log import CommitLog
 
 pytestmark = pytest.mark.cluster
 
-STEPS, MEGABYTES, PAUSE_S = 60, 128, 0.05
+STEPS, MEGABYTES, PAUSE_S = 80, 128, 0.05
 FROM_STEP = 25  # a step on disk and one in the object tier are whole by then
 SHAPE: dict[str, Any] = {
     "entry": "heavy.py:train",
@@ -97,16 +97,10 @@ def check_end(lab: Any, job: JobHandle, calm: dict[int, float]) -> None:
     assert lab.leaks(job.id) == []
 
 
-def test_in_the_middle_of_a_persist(lab: Any, calm: dict[int, float]) -> None:
-    job = lab.submit("heavy-persist", **SHAPE)
+def test_in_the_middle_of_a_persist_and_of_an_upload(lab: Any, calm: dict[int, float]) -> None:
+    job = lab.submit("heavy-agent", **SHAPE)
     harness.at_step(job, FROM_STEP)
     cut_short(job, lambda: being_persisted(lab, job.id), ["agent"])
-    check_end(lab, job, calm)
-
-
-def test_in_the_middle_of_an_upload(lab: Any, calm: dict[int, float]) -> None:
-    job = lab.submit("heavy-upload", **SHAPE)
-    harness.at_step(job, FROM_STEP)
     cut_short(job, lambda: being_uploaded(lab), ["agent"])
     check_end(lab, job, calm)
 

@@ -17,17 +17,16 @@ import victims
 
 pytestmark = pytest.mark.cluster
 
-STEPS = 600
-# Who is killed at which step. A run has one driver.
-PLANS = {
-    "supervisor": {100: ["supervisor"], 300: ["supervisor", "rank"], 500: ["driver", "rank"]},
-    "manager-agent": {
-        100: ["manager"],
-        200: ["agent"],
-        300: ["manager", "rank"],
-        400: ["agent", "rank"],
-        500: ["driver"],
-    },
+STEPS = 800
+# Who is killed at which step. The driver alone: test_drill_second_driver.
+PLAN = {
+    100: ["manager"],
+    200: ["agent"],
+    300: ["supervisor"],
+    400: ["manager", "rank"],
+    500: ["agent", "rank"],
+    600: ["supervisor", "rank"],
+    700: ["driver", "rank"],
 }
 
 
@@ -38,10 +37,9 @@ def all_live(status: Mapping[str, Any]) -> bool:
     return bool(agents) and all(map(harness.alive, [*parts, *harness.pids(status).values()]))
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_run_goes_on(lab: Any, calm: dict[int, float], plan: str) -> None:
-    job = lab.going(f"control-{plan}", list(PLANS[plan]), steps=STEPS)
-    for step, whom in PLANS[plan].items():
+def test_the_run_goes_on(lab: Any, calm: dict[int, float]) -> None:
+    job = lab.going("control", list(PLAN), steps=STEPS)
+    for step, whom in PLAN.items():
         lab.until_held(job, step)
         status = harness.until(job, all_live)
         harness.kill(*(pid for what in whom for pid in victims.pids_of(job, status, what)))
@@ -50,7 +48,7 @@ def test_the_run_goes_on(lab: Any, calm: dict[int, float], plan: str) -> None:
     assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
     assert harness.losses(job) == harness.head(calm, STEPS)
     assert max((i["lost"]["steps"] for i in job.incidents()), default=0) <= 1, job.incidents()
-    felt = [whom for whom in PLANS[plan].values() if {"supervisor", "rank"} & set(whom)]
+    felt = [whom for whom in PLAN.values() if {"supervisor", "rank"} & set(whom)]
     classes = ["controller" if "supervisor" in whom else "worker_crash" for whom in felt]
     assert [i["cause"]["class"] for i in job.incidents()] == classes, job.incidents()
     assert [e for e in job.events() if e["level"] == "error"] == []

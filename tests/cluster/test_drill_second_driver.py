@@ -50,30 +50,15 @@ def intrude(lab: Any, job: JobHandle) -> str:
     return str(json.loads(done.stdout.splitlines()[-1]))
 
 
-RECOVERY = {"lease_s": LEASE_S}
-
-
-def check_end(lab: Any, job: JobHandle, calm: dict[int, float], epoch: int) -> None:
-    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
-    assert job.status()["epoch"] == epoch
-    assert harness.losses(job) == harness.head(calm, STEPS)
-    assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
-    assert lab.leaks(job.id) == []
-
-
-def test_a_second_driver_is_refused_while_the_first_lives(lab: Any, calm: dict[int, float]) -> None:
-    job = lab.going("second-driver", [HOLD_AT], steps=STEPS, recovery=RECOVERY)
+def test_a_second_driver_waits_for_the_first_ones_end(lab: Any, calm: dict[int, float]) -> None:
+    """Refused while the first drives, then in its place while that is frozen. The frozen one wakes
+    up while the other drives: it must see that, and leave. The job's own process, which only
+    watches, is killed before all that.
+    """
+    job = lab.going("two-drivers", [HOLD_AT], steps=STEPS, recovery={"lease_s": LEASE_S})
     lab.until_held(job, HOLD_AT)
+    harness.kill(*victims.pids_of(job, job.status(), "driver"))
     assert "is held by" in intrude(lab, job)
-    lab.let_go(job, HOLD_AT)
-    check_end(lab, job, calm, epoch=1)
-    assert job.incidents() == []
-
-
-def test_a_frozen_driver_is_replaced_and_fenced(lab: Any, calm: dict[int, float]) -> None:
-    """The frozen one wakes up while the other drives: it must see that, and leave."""
-    job = lab.going("frozen-driver", [HOLD_AT], steps=STEPS, recovery=RECOVERY)
-    lab.until_held(job, HOLD_AT)
     [frozen] = victims.pids_of(job, job.status(), "supervisor")
     victims.send(frozen, signal.SIGSTOP)
     assert intrude(lab, job) == ""
@@ -81,6 +66,10 @@ def test_a_frozen_driver_is_replaced_and_fenced(lab: Any, calm: dict[int, float]
     victims.send(frozen, signal.SIGCONT)
     harness.until(job, lambda _: not harness.alive(frozen))
     lab.let_go(job, HOLD_AT)
-    check_end(lab, job, calm, epoch=2)
+    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
+    assert job.status()["epoch"] == 2
+    assert harness.losses(job) == harness.head(calm, STEPS)
+    assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
     [incident] = job.incidents()
     assert incident["cause"]["code"] == "supervisor_lost"
+    assert lab.leaks(job.id) == []

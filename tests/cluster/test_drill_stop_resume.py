@@ -1,4 +1,7 @@
-"""Stopped by Ctrl-C, by `relit stop`, by the end of its job; resumed at exactly that step."""
+"""Stopped by Ctrl-C, by `relit stop`, by the end of its job; resumed at exactly that step.
+
+After the last stop its checkpoint is damaged: the run resumes from the one before.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import damage
 import harness
-import pyarrow.parquet as pq
 import pytest
 import shell
 import victims
 
-import relit
 from relit.handle import JobHandle
 
 pytestmark = pytest.mark.cluster
 
 STEPS = 200
-DRIFT_STEPS = 60
 STOPS = {"ctrl-c": 50, "relit stop": 100, "end of the job": 150}  # held after these steps
-CODE = """
-import time
-from relit.examples import digits
-
-LR = {lr}
-
-class Held:  # goes on after the twentieth step only when a stop was asked for
-    def __init__(self, run):
-        self._run = run
-
-    def __getattr__(self, name):
-        return getattr(self._run, name)
-
-    def batches(self, *data, **sizes):
-        for batch in self._run.batches(*data, **sizes):
-            looks = 0
-            while self._run.step_no == 20 and not self._run.stop_requested:
-                looks += 1
-                assert looks < 2000, "nobody asked for a stop"
-                time.sleep(0.05)
-            yield batch
-
-def train(run, cfg):
-    return digits.train(Held(run), cfg | {{"lr": LR}})
-"""
 
 
 def check_stopped(job: JobHandle, held_at: int) -> int:
@@ -56,12 +32,6 @@ def check_stopped(job: JobHandle, held_at: int) -> int:
     assert [row["step"] for row in job.metrics()] == list(range(1, step + 1))
     assert (status["committed"]["disk"], status["committed"]["object"]) == (step, step)
     return step
-
-
-def restored(job: JobHandle) -> list[tuple[int, str]]:
-    """Step and tier of every restore, in order."""
-    formed = [event["data"] for event in job.events() if event["kind"] == "generation.formed"]
-    return [(d["start_step"], d["tier"]) for d in formed if d["source"] == "checkpoint"]
 
 
 def stop_by(how: str, lab: Any, job: JobHandle, waiting: Any) -> int:
@@ -81,6 +51,13 @@ def stop_by(how: str, lab: Any, job: JobHandle, waiting: Any) -> int:
     return check_stopped(job, STOPS[how])
 
 
+def damaged(lab: Any, job: JobHandle, step: int) -> None:
+    """This step is whole nowhere: on disk a shard has a flipped bit, the object has no manifest."""
+    on_disk, in_store = damage.folders(lab.root, job, step)
+    damage.flip(on_disk / "rank-00001.safetensors")
+    (in_store / "manifest.json").unlink()
+
+
 def test_a_stop_commits_and_a_resume_goes_on_right_there(
     lab: Any, calm: dict[int, float], tmp_path: Path
 ) -> None:
@@ -93,47 +70,14 @@ def test_a_stop_commits_and_a_resume_goes_on_right_there(
         steps.append(stop_by(how, lab, job, waiting))
         if how != "relit stop":  # that one is resumed while its supervisor still cleans up
             assert lab.leaks(job.id) == []
+        if how == "end of the job":
+            damaged(lab, job, steps[-1])
         assert shell.relit_cli("resume", job.id, "--store", str(lab.root / "store")).code == 0
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
-    assert restored(job) == [(step, "disk") for step in steps]
+    restored = [data for data in damage.formations(job) if data["source"] == "checkpoint"]
+    went_on = [(data["start_step"], data["tier"]) for data in restored]
+    assert went_on == [*((step, "disk") for step in steps[:-1]), (steps[-1] // 20 * 20, "disk")]
+    assert {"rank-00001.safetensors", "manifest.json"} <= damage.refused_files(restored[-1])
     assert harness.losses(job) == harness.head(calm, STEPS)
     assert job.incidents() == []
     assert lab.leaks(job.id) == []
-
-
-def test_what_decides_the_losses_changes_by_name_only(lab: Any, tmp_path: Path) -> None:
-    """config, code and data set; each refused with what differs, then allowed by its flag."""
-    code, data = tmp_path / "code", tmp_path / "data"
-    code.mkdir()
-    data.mkdir()
-    for file in lab.data.iterdir():
-        (data / file.name).write_bytes(file.read_bytes())
-    (code / "job.py").write_text(CODE.format(lr=0.002))
-    spec = lab.spec(
-        "drift",
-        steps=DRIFT_STEPS,
-        entry="job.py:train",
-        config={"data": str(data)},
-        env={"working_dir": str(code)},
-    )
-    path = shell.write_spec(tmp_path, spec)
-    job = relit.submit(spec)
-    harness.at_step(job, 1)
-    job.stop()
-    assert job.wait(timeout_s=harness.WAIT_S)["state"] == "STOPPED"
-    resume = ("resume", "drift", "--store", str(lab.root / "store"))
-
-    said = shell.relit_cli(*resume, "config.lr=0.5")
-    assert said.code == 2 and "config.lr" in said.text and "0.5" in said.text, said
-    (code / "job.py").write_text(CODE.format(lr=0.004))
-    said = shell.relit_cli(*resume, "--spec", path)
-    assert said.code == 2 and "job.py changed" in said.text, said
-    table = pq.read_table(data / "train.parquet")
-    pq.write_table(table.slice(0, 1200), data / "train.parquet", row_group_size=100)
-    said = shell.relit_cli(*resume, "--wait")
-    assert said.code == 2 and f"{table.num_rows} rows became 1200." in said.text, said
-    assert "--allow-data-change" in said.text
-    flags = ("--allow-code-change", "--allow-data-change")
-    said = shell.relit_cli(*resume, "--spec", path, *flags, "--wait")
-    assert said.code == 0, said
-    assert [row["step"] for row in job.metrics()] == list(range(1, DRIFT_STEPS + 1))
