@@ -302,7 +302,8 @@ class RowBatch:
 
     Every row has an int "step" and should have "at_s" (when the step ended; a row without one
     counts from its arrival). Sending a row again is harmless: the first value wins. memory_step
-    is the newest step this rank has COMPLETE in shared memory.
+    is the newest step this rank has COMPLETE in shared memory. oldest_kept is the step of the
+    oldest row that this rank could still send, 0 if it has none, or sends none.
     """
 
     generation: int
@@ -310,6 +311,7 @@ class RowBatch:
     rows: tuple[dict[str, Json], ...]
     worker_id: str = ""
     memory_step: int | None = None
+    oldest_kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +358,8 @@ class FinishedRank:
 class RunHistory:
     """What a supervisor knows from the run directory and tells a manager that may not.
 
+    last_row_step: the newest step of which there is a row. rows_whole_to: every row up to this
+    step is there; after it one is missing, or the next has not been written yet.
     lineage: (generation, start step) of every "generation.formed" event, oldest first.
     saved_step: the newest step that was ever committed to disk or object tier. loop: data
     of the newest "loop.begun" event. finished: the data of every "rank.finished" event; only
@@ -367,6 +371,7 @@ class RunHistory:
 
     generation: int = 0
     last_row_step: int = 0
+    rows_whole_to: int = 0
     recoveries: int = 0
     lineage: tuple[tuple[int, int], ...] = ()
     saved_step: int = 0

@@ -128,15 +128,16 @@ class SimGroup:
         source = self.assignment.source
         if source.kind == "checkpoint" and not self._loaded():
             return
-        content, marks = token(0), dict[str, Any]()
+        content, marks, rows = token(0), dict[str, Any](), dict[int, dict[str, Any]]()
         if source.kind == "member":
             holder = self.ranks()[source.rank or 0]
-            content, marks = holder.content, holder.pace.marks()
+            content, marks, rows = holder.content, holder.pace.marks(), dict(holder.rows)
         elif source.plan is not None:
             content = self._content
-            marks = self._run.marks[source.plan.step, source.plan.generation]
+            saved = source.plan.step, source.plan.generation
+            marks, rows = self._run.marks[saved], self._run.kept[saved]
         for rank in self.ranks():
-            rank.take(source.step, content, marks)
+            rank.take(source.step, content, marks, rows)
         self.entered = True
         self._run.check.entered(self)
         for rank in self.ranks():

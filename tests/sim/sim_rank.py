@@ -18,11 +18,15 @@ from relit_platform.facts import (
     ShardSource,
 )
 from relit_platform.worker.pace import Pace
+from relit_platform.worker.recorder import RESEND_S
 from relit_storage.errors import StoreError
 
 if TYPE_CHECKING:
     from sim_group import SimGroup
     from sim_run import SimRun
+
+
+Rows = dict[int, dict[str, Any]]
 
 
 class SimRank:
@@ -48,10 +52,11 @@ class SimRank:
         self.entered = False
         self.lineage: tuple[tuple[int, int], ...] = ()
         self.group: SimGroup | None = None
-        self.rows: dict[int, dict[str, Any]] = {}
+        self.rows: Rows = {}
         skew_s = run.clock.between(-30.0, 30.0)  # no two machines have the same time
         self.pace = Pace(run.config.checkpoint, lambda: run.clock.now + skew_s)
         self.shipped = 0
+        self._oldest = (0, 0.0)
         self.finished = False
         self._attempt = 0
         self._writing: SimSlot | None = None
@@ -138,14 +143,16 @@ class SimRank:
         self.shipped = assignment.last_row_step
         self.phase = "restore"
 
-    def take(self, step: int, content: int, marks: dict[str, Any]) -> None:
-        """A whole state has arrived; rows of later steps are no longer this line's."""
+    def take(self, step: int, content: int, marks: dict[str, Any], rows: Rows) -> None:
+        """A whole state has arrived, and the rows that were kept with it; those of later steps are
+        no longer this line's.
+        """
         self.run.check.state(self, step, content)
         if not self.holds:
             self.pace.adopt(marks, {})
         self.step, self.content, self.holds, self.entered = step, content, True, True
-        # As in real extras: the newest rows travel with every saved or broadcast state.
-        self.rows = {s: self.run.rows[s] for s in range(1, step + 1)}
+        merged = {**rows, **self.rows}
+        self.rows = {s: merged[s] for s in sorted(merged) if s <= step}
         self.phase = "train"
 
     def tell_entered(self, source: str) -> None:
@@ -203,9 +210,10 @@ class SimRank:
             "generation": self.generation,
             "samples": 1,
         }
-        self.run.rows[self.step] = self.rows[self.step]
         due = self.pace.decide(self.step, agreed).this
         self.run.marks[self.step, self.generation] = self.pace.marks()
+        if self.rank == 0:
+            self.run.kept[self.step, self.generation] = dict(self.rows)
         self._save(to_disk=due, final=self.step == self.run.steps)
         self.ship()
         return due
@@ -241,20 +249,38 @@ class SimRank:
             self.node.complete_slot(slot)
 
     def ship(self) -> None:
-        """Rows go out as often as wanted; the answer says from where they are needed."""
-        if self.rank != 0:
-            return
-        rows = tuple(row for step, row in sorted(self.rows.items()) if step > self.shipped)
-        batch = RowBatch(
-            generation=self.generation, rank=0, rows=rows, memory_step=max(0, self.step - 1)
-        )
+        """Rows go out as often as wanted; the answer says which are written. A batch may be lost
+        without a word, so what is not written for long goes out again.
+        """
         try:
-            needed_after = self._call("rows", batch)
+            self._send(self.shipped)
         except ConnectionError:
-            return
-        if needed_after >= 0:
-            self.shipped = needed_after
-        self._ask_spacing()
+            pass
+        oldest = min(self.rows, default=0)
+        if oldest != self._oldest[0]:
+            self._oldest = (oldest, self.clock.now)
+        elif oldest and self.clock.now - self._oldest[1] > RESEND_S:
+            self.shipped = min(self.shipped, oldest - 1)
+            self._oldest = (oldest, self.clock.now)
+        if self.rank == 0:
+            self._ask_spacing()
+
+    def _send(self, after: int) -> bool:
+        """The rows after this one, by rank 0; forgets what is written, if that is known: True."""
+        mine = self.rows if self.rank == 0 else {}
+        rows = tuple(row for step, row in sorted(mine.items()) if step > after)
+        if rows:
+            self.shipped = int(rows[-1]["step"])
+        batch = RowBatch(
+            generation=self.generation,
+            rank=self.rank,
+            rows=rows,
+            memory_step=max(0, self.step - 1),
+            oldest_kept=min(mine, default=0),
+        )
+        written = int(self._call("rows", batch))
+        self.rows = {step: row for step, row in self.rows.items() if step > written}
+        return written >= 0
 
     def _ask_spacing(self) -> None:
         """As Adviser does; here the answer comes at once, or is lost."""
@@ -275,8 +301,7 @@ class SimRank:
         try:
             if self.frozen:
                 raise ConnectionError
-            self.ship()
-            if not stopped and self.rank == 0 and self.shipped < self.step:
+            if not self._send(0):
                 raise ConnectionError  # rows first
             if not self._call("finished", self.worker_id, rank, "null", stopped):
                 raise ConnectionError

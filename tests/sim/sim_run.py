@@ -55,6 +55,8 @@ class SimRun:
         self.config = _config(rng, rng.randint(1, 3), rng.randint(0, 2), rng.choice([2, 4]))
         self.pinned: set[int] = set()
         self.marks: dict[tuple[int, int], dict[str, Any]] = {}  # beside each snapshot
+        # Metric rows beside each snapshot: those not known to be written when it was taken.
+        self.kept: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
         self.inner_store = MemoryStore()
         self.store = FaultyStore(self.clock, self.inner_store)
         self.check = Check(self)
@@ -70,7 +72,6 @@ class SimRun:
         self.manager.nodes = {node.node_id: node for node in self.nodes}
         self.groups = Groups(self)
         self.ranks: list[SimRank] = []
-        self.rows: dict[int, dict[str, Any]] = {}
         self.supervisor = SimSupervisor(self)
         for _ in range(rng.randint(0, 8)):
             self.clock.after(self.clock.between(0.0, FAULTS_WITHIN_S), self._fault)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from relit_platform.control.ports import AgentError
+from relit_platform.control.row_tail import RowTail
 from relit_platform.facts import Drained, Fact, FinishedRank, RunHistory
 from relit_storage.errors import StorageError
 
@@ -83,12 +85,22 @@ class SimSupervisor:
         return RunHistory(
             generation=max((g for g, _ in lineage), default=0),
             last_row_step=max(self.rows, default=0),
+            rows_whole_to=self._rows_whole_to(sorted(lineage)),
             lineage=lineage,
             finished=tuple(
                 FinishedRank(**f.data) for f in self._known() if f.kind == "rank.finished"
             ),
             spacing=next((f.data for f in reversed(respaced)), {}),
         )
+
+    def _rows_whole_to(self, lineage: Sequence[tuple[int, int]]) -> int:
+        """As History folds it."""
+        tail = RowTail()
+        for generation, start in lineage:
+            tail.formed(generation, start)
+        for step in sorted(self.rows):
+            tail.wrote(int(self.rows[step]["generation"]), step)
+        return tail.whole_to
 
     def _known(self) -> list[Fact]:
         """Written or about to be: as long as this life lasts it knows both."""

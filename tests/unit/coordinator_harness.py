@@ -22,6 +22,7 @@ from relit_platform.facts import (
 )
 from relit_platform.run_config import CheckpointConfig, RecoveryConfig, RunConfig, ScalingConfig
 from relit_storage.checkpoint.commit_log import CommitLog
+from relit_storage.errors import CorruptShardError
 from relit_storage.stores.memory import MemoryStore
 
 NODE = "n1"
@@ -38,6 +39,7 @@ class FakeAgents:
         self.stock: dict[str, NodeInventory] = {NODE: empty_inventory(NODE)}
         self.beats: dict[str, list[Heartbeat]] = {}
         self.away: set[str] = set()
+        self.rows: dict[str, tuple[dict[str, Any], ...]] = {}  # by slot
         self.deaf: set[str] = set()
 
     def nodes(self) -> tuple[str, ...]:
@@ -46,6 +48,12 @@ class FakeAgents:
     def inventory(self, node_id: str) -> NodeInventory:
         self._note(node_id, "inventory")
         return self.stock[node_id]
+
+    def rows_beside(self, node_id: str, path: str) -> tuple[dict[str, Any], ...]:
+        self._note(node_id, "rows_beside", path)
+        if path not in self.rows:
+            raise CorruptShardError(file=path, reason="holds nothing")
+        return self.rows[path]
 
     def heartbeats(self, node_id: str) -> Sequence[Heartbeat]:
         self._note(node_id, "heartbeats")

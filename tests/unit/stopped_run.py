@@ -37,6 +37,7 @@ from relit_platform.facts import (
     Tier,
 )
 from relit_platform.node.keeper import NodeKeeper
+from relit_platform.node.kept_rows import rows_beside
 from relit_platform.run_config import CheckpointConfig
 from relit_platform.worker.restore import load_plan
 from relit_platform.worker.snapshot import Snapshotter
@@ -66,6 +67,9 @@ class OneNode:
 
     def inventory(self, node_id: str) -> NodeInventory:
         return self._keeper.inventory()
+
+    def rows_beside(self, node_id: str, path: str) -> tuple[dict[str, Any], ...]:
+        return rows_beside(path)
 
     def heartbeats(self, node_id: str) -> Sequence[Heartbeat]:
         return self._keeper.heartbeats()

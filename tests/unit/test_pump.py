@@ -25,6 +25,7 @@ class Manager:
     """A manager of some epoch that has one fact and one row to tell."""
 
     epoch: int = 1
+    steps: tuple[int, ...] = (1,)
     calls: list[str] = field(default_factory=list)
 
     @property
@@ -35,7 +36,10 @@ class Manager:
         self.calls.append(method)
         fact = Fact(kind="told", at_s=time.time(), src="manager")
         status = {"epoch": self.epoch, "manager_pid": 7, "phase": "running"}
-        return Drained(facts=(fact,), rows=({"step": 1, "loss": 1.0},), next=1, status=status)
+        rows = tuple(
+            {"step": step, "loss": 1.0, "generation": 1, "at_s": 0.0} for step in self.steps
+        )
+        return Drained(facts=(fact,), rows=rows, next=1, status=status)
 
     def send(self, method: str, *args: Any) -> None:
         self.calls.append(method)
@@ -74,3 +78,14 @@ def test_a_lost_lease_ends_the_rounds(store: MemoryStore, monkeypatch: pytest.Mo
     Lease.take(store, "r", "two", time.time() + 2 * TTL_S, TTL_S)
     run_until_fenced(pump)
     assert pump.fenced == 2
+
+
+def test_rows_that_were_not_written_are_not_taken_for_written(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those before the newest one that are missing, nor those that no segment has yet."""
+    pump = make_pump(store, Manager(steps=(1, 2, 5)), monkeypatch)
+    pump.tick(time.time() - 1e6)  # nothing is due
+    assert pump.history().rows_whole_to == 0
+    pump.tick(time.time())
+    assert (pump.history().last_row_step, pump.history().rows_whole_to) == (5, 2)

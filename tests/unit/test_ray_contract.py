@@ -15,11 +15,11 @@ from ray.train import FailureConfig
 from ray.train.backend import Backend
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group import WorkerGroup, worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from relit_platform.ray_train import adapter
+from relit_platform.ray_train import adapter, placement
 
 
 def test_ray_is_the_pinned_version() -> None:
@@ -75,7 +75,36 @@ def test_default_callbacks_still_hold_those_that_we_drop() -> None:
     names = {type(c).__name__ for c in stock}
     ours = {type(c).__name__ for c in trainer._create_default_callbacks()}
     assert names - ours == adapter.DROPPED
-    assert ours - names == {"RepairCallback"}
+    assert ours - names == {"RepairCallback", "NamingCallback"}
+
+
+def test_a_started_group_gets_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(worker_group.WorkerGroup._create_placement_group)
+    assert "pg = placement_group(" in source and "name=" not in source
+    start = inspect.getsource(worker_group.WorkerGroup)
+    assert "callback.on_worker_group_start" in start
+    made: list[str] = []
+    monkeypatch.setattr(worker_group, placement.MAKER, lambda *_, name: made.append(name))
+    for _ in range(2):
+        with placement.NamingCallback("r").on_worker_group_start():
+            worker_group.placement_group([{"CPU": 1}])
+    assert all(name.startswith("relit/r/") for name in made) and len(set(made)) == 2
+
+
+def test_what_is_left_of_a_run_is_removed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = ["0a" * 18, "0b" * 18, "0c" * 18]
+    table = {
+        ids[0]: {"name": "relit/r/1", "state": "REMOVED"},
+        ids[1]: {"name": "relit/r/2", "state": "CREATED"},
+        ids[2]: {"name": "relit/r2/1", "state": "CREATED"},
+    }
+    removed: list[str] = []
+    monkeypatch.setattr(placement, "placement_group_table", lambda: table)
+    monkeypatch.setattr(
+        placement, "remove_placement_group", lambda group: removed.append(group.id.hex())
+    )
+    assert placement.remove_groups("r") == 1
+    assert removed == [ids[1]]
 
 
 class Say:

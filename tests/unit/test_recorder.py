@@ -209,6 +209,13 @@ def test_rows_that_do_not_get_written_are_sent_again(
     assert bench.link.sent() == [[1], [1, 2], [1, 2, 3]]
 
 
+def test_what_was_sent_to_a_manager_that_died_is_sent_again_at_once(bench: Bench) -> None:
+    bench.link.written = None  # how a call ends whose actor has ended
+    bench.complete(3)
+    assert bench.link.sent()[-1] == [1, 2, 3]
+    assert {batch.oldest_kept for batch in bench.link.batches} == {1}
+
+
 def test_a_finished_rank_hands_over_every_row_that_is_not_written(bench: Bench) -> None:
     bench.complete(3)
     bench.recorder.finish(bench.member, None, stopped=False)

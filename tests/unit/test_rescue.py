@@ -135,3 +135,12 @@ def test_a_run_that_ended_early_goes_on_where_memory_was(
     assert again.tensors is not None
     for name, tensor in state_of(step).items():
         assert torch.equal(again.tensors[name], tensor)
+
+
+def test_the_rows_that_nobody_could_send_are_taken_from_beside_the_snapshot() -> None:
+    bench = Bench().start("a", "b")
+    bench.agents.stock[NODE] = memory((6, 1, 0), (7, 1, 0), (7, 1, 1))
+    kept = tuple({"step": step, "loss": 1.0, "generation": 1} for step in (6, 7))
+    bench.agents.rows["/shm/n1/1-7"] = kept  # beside that of rank 0 nothing can be read
+    bench.coordinator.rescue()
+    assert [given["step"] for given in bench.coordinator.drain(0).rows] == [6, 7]

@@ -28,5 +28,34 @@ def test_downtime_is_no_part_of_the_speed() -> None:
 def test_the_step_does_not_go_back_when_rows_are_asked_for_again() -> None:
     book = RowBook()
     give(book, 1, first=1, at_s=0.0)
-    book.resume(last_row_step=2)
+    book.resume(last_row_step=2, rows_whole_to=2)
     assert (book.newest, book.needed_after) == (4, 2)
+
+
+def test_a_hole_in_what_is_written_is_asked_for_again() -> None:
+    """A manager died with rows 3 and 4, its supervisor wrote 5 to 8 and died, too."""
+    book = RowBook()
+    book.resume(last_row_step=8, rows_whole_to=2)
+    assert (book.newest, book.needed_after) == (8, 2)
+    give(book, 2, first=9, at_s=0.0)
+    assert book.needed_after == 2  # ranks keep what they have from 3 on
+    give(book, 2, first=5, at_s=1.0)
+    give(book, 1, first=1, at_s=2.0)
+    assert book.needed_after == 12
+
+
+def test_what_no_rank_has_any_more_is_not_waited_for() -> None:
+    book = RowBook()
+    book.resume(last_row_step=8, rows_whole_to=2)
+    assert book.skip_lost(oldest_kept=3) is None
+    assert book.skip_lost(oldest_kept=0) is None  # it has none, or sends none
+    lost = book.skip_lost(oldest_kept=6)
+    assert lost == ("rows.lost", "warning", {"step": 3, "before": 6})
+    assert book.needed_after == 5
+
+
+def test_a_run_that_begins_at_another_ones_step_lacks_no_row() -> None:
+    book = RowBook()
+    book.begin(40)
+    assert book.skip_lost(oldest_kept=41) is None
+    assert book.needed_after == 40

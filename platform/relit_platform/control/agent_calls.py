@@ -42,6 +42,11 @@ class RayAgents:
         inventory: NodeInventory = self._call(node_id, CALL_TIMEOUT_S, "inventory")
         return inventory
 
+    def rows_beside(self, node_id: str, path: str) -> tuple[dict[str, Any], ...]:
+        """See AgentPort.rows_beside."""
+        rows: tuple[dict[str, Any], ...] = self._call(node_id, CALL_TIMEOUT_S, "rows_beside", path)
+        return rows
+
     def heartbeats(self, node_id: str) -> Sequence[Heartbeat]:
         """See AgentPort.heartbeats."""
         beats: Sequence[Heartbeat] = self._call(node_id, CALL_TIMEOUT_S, "heartbeats")

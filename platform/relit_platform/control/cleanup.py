@@ -30,12 +30,18 @@ def run_actor_names(run_id: str) -> list[str]:
 
 
 def close_run(config: RunConfig, *, keep_disk: bool) -> list[str]:
-    """End the run's agents and manager; returns what did not answer.
+    """End the run's placement groups, agents and manager; returns what did not answer.
 
     keep_disk: a stopped or failed run keeps its disk tier, from which a resume restores faster
     than from the object tier; shared memory is always given back.
     """
+    from relit_platform.ray_train.placement import remove_groups  # with Ray Train: takes a second
+
     silent = []
+    try:
+        remove_groups(config.run_id)
+    except RayError as error:
+        silent.append(f"placement groups: {type(error).__name__}")
     for name in run_actor_names(config.run_id):
         try:
             actor: Any = ray.get_actor(name, namespace=NAMESPACE)

@@ -121,7 +121,12 @@ class Coordinator:
             clock=clock,
         )
         self._rescuer = Rescuer(
-            agents=agents, saves=self._saves, lock=self._changed, say=self._note, clock=clock
+            agents=agents,
+            saves=self._saves,
+            lock=self._changed,
+            say=self._note,
+            take_rows=self.rows,
+            clock=clock,
         )
         self._peers = PeerDesk(
             config=config,

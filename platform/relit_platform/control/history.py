@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relit_platform.control.row_book import metric_values
+from relit_platform.control.row_tail import RowTail
 from relit_platform.facts import FinishedRank, RunHistory
 from relit_platform.machines.failure_rates import kind_of
 from relit_platform.machines.save_costs import Ended, ends_of, steps_of
@@ -48,6 +49,7 @@ class History:
     trained_s: float = 0.0
     last_end: tuple[Ended, ...] = ()
     spacing: dict[str, Any] = field(default_factory=dict)
+    tail: RowTail = field(default_factory=RowTail)
 
     @classmethod
     def read(
@@ -61,10 +63,10 @@ class History:
         for event in events:
             history.add(event)
         rows = read_rows(store)
-        history.last_row_step = int(rows[-1]["step"]) if rows else 0
         history.metrics = dict(metric_values(rows, metric))
         for row in rows:
             history.add_row(row)
+            history.wrote(row)
         history.started_at_s = _submitted_at(store)
         return history
 
@@ -80,6 +82,7 @@ class History:
             start = data.get("start_step", data.get("step", event.get("step")))
             if start is not None and generation not in [g for g, _ in self.lineage]:
                 self.lineage.append((generation, int(start)))
+                self.tail.formed(generation, int(start))
         elif kind == "incident.closed":
             self.recoveries += 1
             kind_of_it = kind_of(self.formed_tier)
@@ -106,11 +109,18 @@ class History:
             self.trained_s += sum(step.seconds for step in steps_of([*self.last_end, *ends]))
             self.last_end = ends
 
+    def wrote(self, row: Mapping[str, Any]) -> None:
+        """A metric row is in the run directory."""
+        step = int(row["step"])
+        self.last_row_step = max(self.last_row_step, step)
+        self.tail.wrote(int(row.get("generation") or 0), step)
+
     def for_manager(self) -> RunHistory:
         """The part that the manager needs to begin an epoch."""
         return RunHistory(
             generation=self.generation,
             last_row_step=self.last_row_step,
+            rows_whole_to=self.tail.whole_to,
             recoveries=self.recoveries,
             lineage=tuple(sorted(self.lineage)),
             loop=self.loop,

@@ -65,7 +65,7 @@ class Journal:
         members: those that were found running, by a manager that was re-created.
         """
         self.loop = self.loop or dict(history.loop)
-        self.rows.resume(history.last_row_step)
+        self.rows.resume(history.last_row_step, history.rows_whole_to)
         self.note_completed(history.last_row_step)
         self.values.clear()
         self.stopped_ranks.clear()
@@ -85,6 +85,8 @@ class Journal:
 
     def note_formed(self, data: Mapping[str, Any]) -> None:
         """A generation was announced; data as in its fact."""
+        if int(data["generation"]) == 1:
+            self.rows.begin(int(data["start_step"]))
         self.rows.rewind(int(data["start_step"]))
         self.members = [dict(member) for member in data["members"]]
         self.memory_steps = {}
@@ -103,6 +105,8 @@ class Journal:
         Returns the rows that are news.
         """
         fresh, alarms = self.rows.take(batch, lineage, self._clock())
+        if batch.generation == newest and (lost := self.rows.skip_lost(batch.oldest_kept)):
+            alarms.append(lost)
         for kind, level, data in alarms:
             self.say(kind, data, generation=newest, level=level, step=data["step"])
         for row in fresh:

@@ -7,7 +7,7 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from relit_platform.facts import Endpoint, Heartbeat, NodeInventory, Tier
 from relit_platform.machines.restore import ObjectCommit
@@ -29,6 +29,10 @@ class AgentPort(Protocol):
 
     def inventory(self, node_id: str) -> NodeInventory:
         """What this node could contribute to a restore."""
+        ...
+
+    def rows_beside(self, node_id: str, path: str) -> tuple[dict[str, Any], ...]:
+        """The metric rows beside a snapshot in this node's memory."""
         ...
 
     def heartbeats(self, node_id: str) -> Sequence[Heartbeat]:

@@ -60,7 +60,7 @@ class Pump:
         self._halt = threading.Event()
         self._after = 0
         self._written = 0  # as _after, of what is in the run directory
-        self._row_step = 0  # the newest step of a row that was appended
+        self._appended: list[dict[str, Any]] = []  # rows that no segment has yet
         self._manager_pid = 0
         self._state = "PENDING"
         self._reason = ""
@@ -185,7 +185,7 @@ class Pump:
                     self._take(fact)
             for row in drained.rows:
                 self._rows.append(row)
-                self._row_step = max(self._row_step, int(row["step"]))
+                self._appended.append(row)
                 self._history.add_row(row)
             if drained.overflow:
                 self._take(
@@ -253,7 +253,9 @@ class Pump:
         if force or self._rows.due(now):
             self._rows.flush(now)
             self._written = self._after  # ranks keep with their state what is not written
-            self._history.last_row_step = max(self._history.last_row_step, self._row_step)
+            for row in self._appended:
+                self._history.wrote(row)
+            self._appended.clear()
         self._incidents.flush()
 
     def _write_status(self, now: float) -> None:

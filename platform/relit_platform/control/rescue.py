@@ -8,9 +8,9 @@ from collections.abc import Callable
 from relit_platform.control.checkpoint_desk import CheckpointDesk
 from relit_platform.control.ports import AgentError, AgentPort
 from relit_platform.errors import PlatformError
-from relit_platform.facts import NodeInventory, ShardFailed, SlotInfo
+from relit_platform.facts import NodeInventory, RowBatch, ShardFailed, SlotInfo
 from relit_platform.machines.checkpoint_state import Note, Persisting
-from relit_platform.machines.rescue import choose_rescue
+from relit_platform.machines.rescue import choose_rescue, newest_kept
 from relit_storage.errors import StorageError
 
 
@@ -24,21 +24,25 @@ class Rescuer:
         saves: CheckpointDesk,
         lock: threading.Condition,
         say: Callable[[Note], None],
+        take_rows: Callable[[RowBatch], object],
         clock: Callable[[], float],
     ) -> None:
         self._agents = agents
         self._saves = saves
         self._lock = lock
         self._say = say
+        self._take_rows = take_rows
         self._clock = clock
 
     def rescue(self) -> str:
-        """Have the newest boundary that is whole in memory saved on every tier; why (not).
+        """Have the newest boundary that is whole in memory saved on every tier, and the rows that
+        are left beside it written; why (not) the former.
 
         Blocks on the agents' answers, not on the save: the status says `saving` meanwhile.
         Repeating it is harmless.
         """
         inventories = self._inventories()
+        self._collect_rows(inventories)
         with self._lock:
             choice = choose_rescue(inventories, self._saves.book)
             for slot in choice.slots:
@@ -77,6 +81,18 @@ class Rescuer:
         except AgentError:
             pass
         return found
+
+    def _collect_rows(self, inventories: list[NodeInventory]) -> None:
+        """The last rows of ranks that ended before they could send them."""
+        with self._lock:
+            slots = newest_kept(inventories, self._saves.book.lineage)
+        for slot in slots:
+            try:
+                rows = self._agents.rows_beside(slot.node_id, slot.path)
+            except (AgentError, PlatformError, StorageError, OSError, ValueError):
+                continue
+            self._take_rows(RowBatch(generation=slot.generation, rank=slot.rank, rows=rows))
+            return
 
     def _persist(self, slot: SlotInfo) -> None:
         try:

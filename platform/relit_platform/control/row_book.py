@@ -50,11 +50,26 @@ class RowBook:
                 fresh.append(row)
         return fresh, alarms
 
-    def resume(self, last_row_step: int) -> None:
-        """A new supervisor has rows up to here; later ones it may have lost are news again."""
+    def resume(self, last_row_step: int, rows_whole_to: int) -> None:
+        """A new supervisor has every row up to rows_whole_to, and none after last_row_step: what
+        it may have lost is news again.
+        """
         self.newest = max(self.newest, last_row_step)
-        self.needed_after = last_row_step
-        self._untold = {step for step in self._rows if step > last_row_step}
+        self.needed_after = rows_whole_to
+        self._untold = {step for step in self._rows if step > rows_whole_to}
+
+    def begin(self, start_step: int) -> None:
+        """The run's first generation starts here: there are no rows of earlier steps."""
+        self.needed_after = max(self.needed_after, start_step)
+
+    def skip_lost(self, oldest_kept: int) -> Alarm | None:
+        """The rank that sends rows has none before this one: what is missing there never comes."""
+        if oldest_kept <= self.needed_after + 1:
+            return None
+        data = {"step": self.needed_after + 1, "before": oldest_kept}
+        self.needed_after = oldest_kept - 1
+        self._close_gap()
+        return "rows.lost", "warning", data
 
     def rewind(self, start_step: int) -> None:
         """A generation starts here: the rows of later steps are made again."""

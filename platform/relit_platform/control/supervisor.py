@@ -180,6 +180,7 @@ class RunSupervisor:
 
     def _fit(self, config: RunConfig) -> Exception | None:
         from relit_platform.ray_train.adapter import FitRequest, fit, missing_seams
+        from relit_platform.ray_train.placement import remove_groups
         from relit_platform.worker.start import train_worker
 
         assert self._lease is not None and self._pump is not None
@@ -188,6 +189,7 @@ class RunSupervisor:
         self._attempt += 1
         scaling, run_id = config.scaling, config.run_id
         request = FitRequest(
+            run_id=run_id,
             train_fn=train_worker,
             loop_config={"run": config.to_json(), "epoch": self._lease.epoch},
             num_workers=scaling.workers + scaling.spares,
@@ -196,9 +198,10 @@ class RunSupervisor:
             placement=scaling.placement,
             name=f"{run_id}-e{self._lease.epoch}",
             storage_path=os.path.join(config.checkpoint.disk_dir, run_id, "ray_train"),
-            verdict=_Verdict(run_id),
+            verdict=_Verdict(run_id, self._lease.epoch),
         )
         try:
+            remove_groups(run_id)  # of controllers that died, or must
             fit(request)
         except Exception as error:  # Ray's own tree, plus whatever a dying controller lets through
             return error
@@ -268,8 +271,9 @@ class RunSupervisor:
 class _Verdict:
     """Asked by the failure policy in the controller's process; picklable."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, epoch: int) -> None:
         self._run_id = run_id
+        self._epoch = epoch
 
     def __call__(self, error_text: str, final: bool) -> tuple[bool, str]:
         if final:
@@ -281,6 +285,8 @@ class _Verdict:
             return True, "the manager does not answer; replacing the worker does no harm"
         if status.get("verdict"):
             return False, str(status["verdict"])
+        if int(status.get("epoch") or 0) > self._epoch:
+            return False, f"another supervisor runs the workers now, in epoch {status['epoch']}"
         return True, f"at step {status.get('step')}: {error_text[:200]}"
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from relit_platform.facts import NodeInventory, SlotInfo
 from relit_platform.machines.checkpoint_state import TERMINAL, CheckpointBook
+from relit_platform.machines.lineage import Lineage
 
 Moment = tuple[int, int, int]  # generation, step, world: newer is greater
 
@@ -54,6 +55,16 @@ def choose_rescue(inventories: Iterable[NodeInventory], book: CheckpointBook) ->
         tuple(slots[rank] for rank in range(world)),
         f"step {step} is whole in memory, the newest that is committed is step {saved}",
     )
+
+
+def newest_kept(inventories: Iterable[NodeInventory], lineage: Lineage) -> list[SlotInfo]:
+    """The snapshots of the newest step that is in memory and on the line: beside each of them are
+    the metric rows that its rank had not seen written. One is enough, should it be readable.
+    """
+    found = [slot for inventory in inventories for slot in inventory.memory]
+    found = [slot for slot in found if lineage.on_line(slot.generation, slot.step)]
+    newest = max(((slot.step, slot.generation) for slot in found), default=None)
+    return [slot for slot in found if (slot.step, slot.generation) == newest]
 
 
 def _may_commit(book: CheckpointBook, slot: SlotInfo) -> bool:

@@ -25,6 +25,7 @@ from relit_platform.facts import (
     Tier,
 )
 from relit_platform.node.keeper import NodeKeeper
+from relit_platform.node.kept_rows import rows_beside
 from relit_platform.node.outbox import Outbox
 from relit_platform.node.paths import NodePaths
 from relit_platform.run_config import RunConfig
@@ -127,6 +128,10 @@ class NodeAgent:
     def upload(self, step: int, generation: int, ranks: Sequence[int]) -> None:
         """Queue shards for the object tier."""
         self._keeper.upload(step, generation, ranks)
+
+    def rows_beside(self, path: str) -> tuple[dict[str, Any], ...]:
+        """The metric rows that were left beside a snapshot."""
+        return rows_beside(path)
 
     def inventory(self) -> NodeInventory:
         """What this node could give to a restore."""

@@ -6,14 +6,15 @@ What it uses, and what happens when a seam is gone:
 |---|---|---|
 | `Backend.has_replica_groups` | Ray replaces failed workers only | full restart on any failure |
 | `DataParallelTrainer._initialize_and_run_controller` | our failure policy | Ray's own policy |
-| `DataParallelTrainer._create_default_callbacks` | drop two callbacks, add one | stock ones |
+| `DataParallelTrainer._create_default_callbacks` | drop two callbacks, add two | stock ones |
+| `worker_group.placement_group` | name the placement groups | groups of a dead job may stay |
 
 `missing_seams()` names those that are gone; `fit` then falls back to stock behaviour and returns
 a warning for each. `tests/unit/test_ray_contract.py` holds the signatures, so that a moved pin
 fails there first. Dropped are the placement group cleaner, because with two Ray clusters on one
 host it removes a healthy run's placement group (research: ray-train.md section 8), and the Ray Data
 callback, because without a Ray data set it is only one more process for each start of workers, and
-an import of ray.data in every rank. Added is the one of repair.py.
+an import of ray.data in every rank. Added are those of repair.py and placement.py.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from typing import Any
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from relit_platform.ray_train.placement import MAKER, NamingCallback
 from relit_platform.ray_train.repair import RepairCallback
 
 DROPPED = frozenset({"PlacementGroupCleanerCallback", "DatasetsCallback"})
@@ -113,14 +116,18 @@ def is_final(error: BaseException) -> bool:
 
 
 class ReplicaTrainer(DataParallelTrainer):  # type: ignore[misc]
-    """DataParallelTrainer with relit's failure policy and callback, without those in DROPPED."""
+    """DataParallelTrainer with relit's failure policy and callbacks, without those in DROPPED."""
 
     relit_policy: FailurePolicy | None = None
+    relit_run_id: str = ""
 
     def _create_default_callbacks(self) -> list[Any]:
         stock = super()._create_default_callbacks()
         kept = [callback for callback in stock if type(callback).__name__ not in DROPPED]
-        return [*kept, RepairCallback()]
+        ours: list[Any] = [RepairCallback()]
+        if callable(getattr(worker_group, MAKER, None)):
+            ours.append(NamingCallback(self.relit_run_id))
+        return [*kept, *ours]
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         if self.relit_policy is not None and "failure_policy" in controller_init_kwargs:
@@ -132,6 +139,7 @@ class ReplicaTrainer(DataParallelTrainer):  # type: ignore[misc]
 class FitRequest:
     """One `fit()`: train_fn(loop_config) runs in each of num_workers workers."""
 
+    run_id: str
     train_fn: Callable[[dict[str, Any]], Any]
     loop_config: dict[str, Any]
     num_workers: int
@@ -151,6 +159,8 @@ def missing_seams() -> list[str]:
     for name in ("_initialize_and_run_controller", "_create_default_callbacks"):
         if not callable(getattr(DataParallelTrainer, name, None)):
             gone.append(f"DataParallelTrainer.{name}")
+    if not callable(getattr(worker_group, MAKER, None)):
+        gone.append(f"ray.train's worker_group.{MAKER}")
     fit_source = inspect.getsource(DataParallelTrainer.fit)
     if "failure_policy=" not in fit_source:
         gone.append("DataParallelTrainer.fit(failure_policy=...)")
@@ -186,5 +196,6 @@ def fit(request: FitRequest) -> list[str]:
         ),
     )
     trainer.relit_policy = RunFailurePolicy(request.verdict)
+    trainer.relit_run_id = request.run_id
     trainer.fit()
     return [f"Ray moved: {name} is gone, falling back" for name in missing_seams()]

@@ -273,17 +273,21 @@ class Recorder:
             rows=fresh,
             worker_id=self._worker_id,
             memory_step=self._saver.memory_step,
+            oldest_kept=self._rows[0].step if rank == 0 and self._rows else 0,
         )
 
     def _forget_written(self, now_s: float) -> None:
         """Drop the rows that are in the run directory; send those again that do not get there."""
+        lost = False
         if self._asked is not None:
             over, written = self.manager.answered(self._asked)
             if over:
-                self._asked = None
+                self._asked, lost = None, written is None
                 while self._rows and written is not None and self._rows[0].step <= written:
                     self._rows.popleft()
         oldest = self._rows[0].step if self._rows else 0
+        if lost and oldest:  # the manager died, with what had been sent to it
+            self._shipped_step = min(self._shipped_step, oldest - 1)
         if oldest != self._oldest[0]:
             self._oldest = (oldest, now_s)
         elif self._rows and abs(now_s - self._oldest[1]) > RESEND_S:
