@@ -2,12 +2,14 @@
 
     python benchmarks/restore.py [--rounds N] [--layers N]
 
-The state is that of benchmarks/checkpoint.py, GPT-2's with AdamW in one shard. Ours is what a rank
-does that is given a restore plan: read, check, and copy into the tensors that are there. Beside it,
-in rotating order: for memory, copying the state from one place into another that is there already;
-for disk, reading the file's bytes by direct I/O into memory that is there, 16 MiB at a time, two
-at a time, with nothing checked and nothing copied on; and torch.load, the peer that people use,
-of the same state. Files are put out of the page cache before each reading.
+The state is that of benchmarks/checkpoint.py, GPT-2's with AdamW in one shard, registered as one
+module. Ours is what a rank does that is given a restore plan: `load_plan` reads, checks and fills
+the registered tensors, in several threads, and `restore` loads them. Beside it, in rotating order,
+by one thread unless said otherwise: for memory, copying the state from one place into another that
+is there already; for disk, reading the file's bytes by direct I/O into memory that is there, 16 MiB
+at a time, two at a time, with nothing checked and nothing copied on; and torch.load, the peer that
+people use, of the same state. Each way to read has a file of its own, for the disk may remember
+what was read last, and all are put out of the page cache before each reading.
 
     restore_memory_vs_copy    restore_disk_vs_read    restore_disk_vs_torch_load
 """
@@ -18,6 +20,7 @@ import argparse
 import json
 import mmap
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -30,12 +33,14 @@ from typing import Any
 
 import torch
 from checkpoint import gpt2_state, machine
-from torch import Tensor
+from torch import Tensor, nn
 
 from relit_platform.facts import RestorePlan, ShardSource
 from relit_platform.node.slots import Slot, create_slot
+from relit_platform.worker.filling import rooms
 from relit_platform.worker.restore import load_plan
 from relit_platform.worker.snapshot import Snapshotter
+from relit_platform.worker.state_tree import flatten, restore
 from relit_storage.checkpoint.checksum import checksum
 from relit_storage.checkpoint.shard import write_shard
 
@@ -44,8 +49,17 @@ STREAMS = 2
 Row = dict[str, Any]
 
 
-def snapshot(folder: str, state: dict[str, Tensor]) -> str:
-    """The state in one slot; its path."""
+class Registered(nn.Module):
+    """The tensors of a state as one object that a run can register."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in state.items():
+            self.register_buffer(name.replace(".", "-"), tensor)
+
+
+def snapshot(folder: str, objects: dict[str, Any]) -> str:
+    """Their state in one slot; its path."""
 
     def open_slots(count: int, image_bytes: int, extras: int) -> Sequence[str]:
         paths = [f"{folder}/{number}.slot" for number in range(count)]
@@ -53,9 +67,15 @@ def snapshot(folder: str, state: dict[str, Tensor]) -> str:
             create_slot(path, image_bytes, extras)
         return paths
 
+    tensors, skeleton = flatten(objects)
     snapshotter = Snapshotter("bench", open_slots)
     taken = snapshotter.take(
-        step=1, generation=1, rank=0, world=1, tensors=state, extras={"step": 1}
+        step=1,
+        generation=1,
+        rank=0,
+        world=1,
+        tensors=tensors,
+        extras={"step": 1, "objects": skeleton},
     )
     snapshotter.close()
     assert taken.path is not None, taken.reason
@@ -100,10 +120,14 @@ def plans(path: str, folder: str) -> dict[str, RestorePlan]:
     }
 
 
-def restored(plan: RestorePlan, live: dict[str, Tensor]) -> None:
-    """Into the tensors that are there, as state_tree.restore does it."""
-    tensors, _ = load_plan(plan)
-    torch._foreach_copy_(list(live.values()), [tensors[name] for name in live])
+def restored(plan: RestorePlan, objects: dict[str, Any]) -> None:
+    """Into what is registered, as worker/member.py does it."""
+
+    def there(extras: Any, shapes: Any) -> dict[str, Tensor]:
+        return rooms(objects, shapes, extras["objects"])
+
+    tensors, extras = load_plan(plan, rooms=there)
+    restore(objects, tensors, extras[0]["objects"], give=True)
 
 
 def direct_read(path: str, room: mmap.mmap) -> None:
@@ -132,7 +156,9 @@ def measure(folder: str, shm: str, rounds: int, layers: int) -> dict[str, float]
     torch.set_num_threads(1)
     state = gpt2_state(layers)
     live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    ours = plans(snapshot(shm, state), folder)
+    objects = {"state": Registered(live)}
+    ours = plans(snapshot(shm, {"state": Registered(state)}), folder)
+    shutil.copyfile(f"{folder}/shard", f"{folder}/peer")
     torch.save(state, f"{folder}/torch.pt")
     room = mmap.mmap(-1, -(-os.path.getsize(f"{folder}/shard") // CHUNK_BYTES) * CHUNK_BYTES)
     room[:] = bytes(len(room))
@@ -142,17 +168,17 @@ def measure(folder: str, shm: str, rounds: int, layers: int) -> dict[str, float]
         torch._foreach_copy_(list(live.values()), list(loaded.values()))
 
     ways: dict[str, Callable[[], None]] = {
-        "memory": lambda: restored(ours["memory"], live),
+        "memory": lambda: restored(ours["memory"], objects),
         "copy": lambda: torch._foreach_copy_(list(live.values()), list(state.values())),
-        "disk": lambda: restored(ours["disk"], live),
-        "read": lambda: direct_read(f"{folder}/shard", room),
+        "disk": lambda: restored(ours["disk"], objects),
+        "read": lambda: direct_read(f"{folder}/peer", room),
         "torch.load": torch_load,
     }
     took: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            for file in ("shard", "torch.pt"):
+            for file in ("shard", "peer", "torch.pt"):
                 cold(f"{folder}/{file}")
             began_s = time.perf_counter()
             ways[name]()

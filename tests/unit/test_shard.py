@@ -1,6 +1,7 @@
 """Shards and durable files: whole or absent under any failing call, and damage is always seen."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,8 @@ import pytest
 
 from relit_storage.checkpoint import durable
 from relit_storage.checkpoint.checksum import checksum, chunk_checksums
-from relit_storage.checkpoint.shard import (
-    ShardRef,
-    check_chunk,
-    read_shard_into,
-    verify_shard,
-    write_shard,
-)
+from relit_storage.checkpoint.chunk_reading import read_chunks
+from relit_storage.checkpoint.shard import ShardRef, check_chunk, verify_shard, write_shard
 from relit_storage.errors import CorruptShardError
 
 CHUNK = 1000
@@ -44,6 +40,22 @@ class FailingOs:
         return call
 
 
+def read_into(
+    path: str,
+    ref: ShardRef,
+    dest: bytearray,
+    chunks: list[int] | None = None,
+    shared: bool = False,
+) -> None:
+    """The chunks, all by default, each at its place."""
+
+    def take(begin: int, data: memoryview) -> None:
+        dest[begin : begin + len(data)] = data
+
+    wanted = range(len(ref.checksums)) if chunks is None else chunks
+    read_chunks(path, ref, wanted, take, shared=shared)
+
+
 @pytest.fixture
 def shard(tmp_path: Path) -> tuple[str, ShardRef]:
     path = str(tmp_path / "a.safetensors")
@@ -53,28 +65,74 @@ def shard(tmp_path: Path) -> tuple[str, ShardRef]:
 def test_a_shard_reads_back(shard: tuple[str, ShardRef]) -> None:
     path, ref = shard
     dest = bytearray(len(DATA))
-    read_shard_into(path, ref, memoryview(dest))
+    read_into(path, ref, dest)
     verify_shard(path, ref)
     assert dest == DATA and Path(path).read_bytes() == DATA
     assert ref.checksums == chunk_checksums(DATA, CHUNK) and len(ref.checksums) == 3
     assert os.listdir(os.path.dirname(path)) == ["a.safetensors"]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("size", [4 << 20, (4 << 20) + 1, (5 << 20) - 1])
+def test_large_shards_are_read_in_threads_by_either_way(
+    tmp_path: Path, size: int, shared: bool
+) -> None:
+    """More chunks than readers, the last one of any length; direct I/O takes whole blocks."""
+    path, data = str(tmp_path / "a"), os.urandom(size)
+    ref = write_shard(path, memoryview(data), 64 << 10)
+    dest = bytearray(size)
+    read_into(path, ref, dest, shared=shared)
+    assert dest == data
+    flipped = bytearray(data)
+    flipped[-1] ^= 1
+    Path(path).write_bytes(flipped)
+    with pytest.raises(CorruptShardError, match=f"chunk {len(ref.checksums) - 1} fails"):
+        read_into(path, ref, dest, shared=shared)
+
+
+@pytest.mark.parametrize("refuse", ["fcntl", "read"])
+def test_a_file_system_without_direct_io_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: str
+) -> None:
+    path, data = str(tmp_path / "a"), os.urandom(4 << 20)
+    ref = write_shard(path, memoryview(data), 64 << 10)
+    set_flags, preadv = fcntl.fcntl, os.preadv
+    refused: list[int] = []
+
+    def fcntl_(fd: int, command: int, flags: int = 0) -> int:
+        if refuse == "fcntl" and command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(errno.EINVAL, "no direct I/O")
+        return int(set_flags(fd, command, flags))
+
+    def preadv_(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if refuse == "read" and set_flags(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(errno.EINVAL, "other sizes, please")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_)
+    monkeypatch.setattr(os, "preadv", preadv_)
+    dest = bytearray(len(data))
+    read_into(path, ref, dest)
+    assert dest == data and refused
+
+
 def test_some_chunks_are_read_and_the_rest_is_left_alone(shard: tuple[str, ShardRef]) -> None:
     path, ref = shard
     dest = bytearray(len(DATA))
-    read_shard_into(path, ref, memoryview(dest), [2])
+    read_into(path, ref, dest, [2])
     assert dest == bytes(2 * CHUNK) + DATA[2 * CHUNK :]
     raw = bytearray(DATA)
     raw[0] ^= 1
     Path(path).write_bytes(raw)
-    read_shard_into(path, ref, memoryview(dest), [1])
+    read_into(path, ref, dest, [1])
     assert dest == bytes(CHUNK) + DATA[CHUNK:]
     with pytest.raises(CorruptShardError, match="chunk 0"):
-        read_shard_into(path, ref, memoryview(dest), [0])
+        read_into(path, ref, dest, [0])
     Path(path).write_bytes(DATA[:-1])
     with pytest.raises(CorruptShardError, match="expected"):
-        read_shard_into(path, ref, memoryview(dest), [])
+        read_into(path, ref, dest, [])
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1])
@@ -82,7 +140,7 @@ def test_sizes_around_a_chunk(tmp_path: Path, size: int) -> None:
     path = str(tmp_path / "a")
     ref = write_shard(path, memoryview(DATA[:size]), CHUNK)
     dest = bytearray(size)
-    read_shard_into(path, ref, memoryview(dest))
+    read_into(path, ref, dest)
     assert dest == DATA[:size]
 
 
@@ -100,7 +158,7 @@ def test_every_kind_of_damage_is_seen(shard: tuple[str, ShardRef]) -> None:
         with pytest.raises(CorruptShardError):
             verify_shard(path, ref)
         with pytest.raises(CorruptShardError):
-            read_shard_into(path, ref, memoryview(bytearray(len(DATA))))
+            read_into(path, ref, bytearray(len(DATA)))
     os.unlink(path)
     with pytest.raises(CorruptShardError, match="cannot be opened"):
         verify_shard(path, ref)

@@ -37,6 +37,7 @@ from relit_platform.worker.broadcast import (
     send_state,
     state_digest,
 )
+from relit_platform.worker.filling import rooms
 from relit_platform.worker.forming import form_watched
 from relit_platform.worker.gradient_sync import GradientSync
 from relit_platform.worker.initial_state import IMPORTED, load_import, load_initial
@@ -212,9 +213,11 @@ class Member:
             self._holds = False
             plan = self._recorder.near(source.plan, self._node_id)
             like = partial(sharded_like, objects)
-            tensors, extras = load_plan(plan, self._recorder.store, like)
+            there = partial(self._rooms, objects)
+            shared = any(_same_node(self.worker_id, other) for other in assignment.members)
+            tensors, extras = load_plan(plan, self._recorder.store, like, there, shared=shared)
             if IMPORTED not in extras[0]:
-                self._apply(objects, tensors, extras[0])
+                self._apply(objects, tensors, extras[0], give=True)
                 return
             report = load_import(self._config.run_id, objects, tensors, extras[0])
             self._recorder.adopt(extras[0])
@@ -260,15 +263,30 @@ class Member:
         data = report.to_json(MAX_LISTED)
         tell(self._recorder.manager, self, "state.initialized", data, level)
 
+    def _rooms(
+        self,
+        objects: Mapping[str, Any],
+        extras: Mapping[str, Any],
+        shapes: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """What a checkpoint is read into, once it is clear that it is for this run."""
+        if IMPORTED in extras:
+            return {}
+        self._check_position(extras["cursor"])
+        self._check_drift(extras["ids"])
+        return rooms(objects, shapes, extras["objects"])
+
     def _apply(
         self,
         objects: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         extras: Mapping[str, Any],
+        *,
+        give: bool = False,
     ) -> None:
         self._check_position(extras["cursor"])
         self._check_drift(extras["ids"])
-        restore(objects, tensors, extras["objects"])
+        restore(objects, tensors, extras["objects"], give=give)
         self.step = int(extras["step"])
         self._recorder.adopt(extras)
 
@@ -326,3 +344,8 @@ class Member:
         if group is not None:
             close_group(group)
         self._store = None
+
+
+def _same_node(worker_id: str, other: str) -> bool:
+    """Are these two processes of one node? An id begins with its node's."""
+    return worker_id != other and worker_id.partition("-")[0] == other.partition("-")[0]

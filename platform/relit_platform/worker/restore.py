@@ -2,9 +2,10 @@
 
 Every saved rank's shard holds tensors, or pieces of them, of the one state of the run. A rank
 needs the whole of most; where a sharded tensor is registered, only its own part, whatever the
-pieces were cut like. So headers are read first, then the byte ranges that are needed, and pieces
-are put together. Nothing is loaded into the registered objects here, so a refused file leaves
-them as they were.
+pieces were cut like. So headers are read first, then the byte ranges that are needed, straight
+into the tensors that they are for, and pieces are put together. These tensors may be those of the
+registered objects: a file that is refused halfway leaves them half overwritten, and `Member` holds
+no state until another restore was whole.
 """
 
 from __future__ import annotations
@@ -13,18 +14,27 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from relit_platform.facts import Json, RestorePlan, ShardSource
-from relit_platform.worker.saved_shard import SLOT_TIERS, open_shard
+from relit_platform.worker.saved_shard import SLOT_TIERS, SavedShard, open_shard
+from relit_platform.worker.scatter import Scatter, bytes_of
 from relit_platform.worker.sharding import sharding_of, with_local
 from relit_platform.worker.state_tree import DTYPES
 from relit_storage.checkpoint.checksum import checksum
-from relit_storage.checkpoint.image import MAX_REASON, ImageLayout, TensorSpec, parse_header
-from relit_storage.checkpoint.pieces import Box, Shape, boxes_tile, paste
+from relit_storage.checkpoint.image import (
+    MAX_HEADER_BYTES,
+    MAX_REASON,
+    ImageLayout,
+    TensorSpec,
+    parse_header,
+)
+from relit_storage.checkpoint.pieces import Box, Shape, boxes_tile, paste, spans
 from relit_storage.errors import (
     CorruptShardError,
     ObjectMissingError,
@@ -34,38 +44,47 @@ from relit_storage.errors import (
 from relit_storage.stores.protocol import ObjectStore
 
 Like = Callable[[Json], Mapping[str, Any]]
+Rooms = Callable[[Json, Mapping[str, Tensor]], Mapping[str, Tensor]]
 _LENGTH_BYTES = 8  # of the header, at the beginning of an image
 
 
 def load_plan(
-    plan: RestorePlan, store: ObjectStore | None = None, like: Like | None = None
+    plan: RestorePlan,
+    store: ObjectStore | None = None,
+    like: Like | None = None,
+    rooms: Rooms | None = None,
+    *,
+    shared: bool = False,
 ) -> tuple[dict[str, Tensor], dict[int, Json]]:
     """All tensors of the planned step, and each saved rank's extras by rank; blocks.
 
     store is the run's object store, needed only for shards of the object tier. like says, given
     the saved structure of the state, which tensors are for a DTensor and for which
     (`state_tree.sharded_like`): of those only this rank's part is read, and they come as DTensors
-    that lie like it. All others come whole.
+    that lie like it. All others come whole. rooms says, given the extras of the first rank and a
+    meta tensor for each saved one, which tensors of the same shape and dtype, dense and on the
+    CPU, are to be filled where they are (`filling.rooms`); of the others each gets memory of its
+    own. Whatever rooms raises passes through, before a byte was written. shared: other ranks of
+    this node restore the same plan at the same time.
 
     Raises CorruptShardError with the fields tier, step, generation, file, reason for the first
     file that is not what was written or cannot be read: the caller reports these as `refused` and
     asks again. An unreachable store raises StoreUnavailableError, which says nothing about the
-    checkpoint.
+    checkpoint. After either the tensors that rooms gave hold garbage.
     """
     with ExitStack() as opened:
-        shards = _open_all(plan, store, opened)
+        shards = _open_all(plan, store, opened, shared)
         found = _collect(plan, shards)
         likes = _fitting(found, like(shards[0].extras.get("objects")) if like else {})
-        tensors: dict[str, Tensor] = {}
-        for name, saved in found.items():
-            if name in likes or len(saved.pieces) > 1:
-                tensors[name] = _assemble(saved, _part(name, saved, likes.get(name)))
-            else:
-                shard, spec = saved.pieces[0]
-                shard.whole.append(spec)
+        shapes = {name: _shape(plan, name, saved) for name, saved in found.items()}
+        there = rooms(shards[0].extras, shapes) if rooms else {}
+        tensors = {
+            name: _assemble(name, saved, likes.get(name), there.get(name))
+            for name, saved in found.items()
+        }
         for shard in shards:
             with _placing(plan, shard.source):
-                tensors.update(shard.read())
+                shard.read()
     tensors |= {name: with_local(tensors[name], lies) for name, lies in likes.items()}
     return tensors, {shard.source.rank: shard.extras for shard in shards}
 
@@ -75,30 +94,31 @@ class _Shard:
     """A saved shard whose header was read, and what is to be taken out of it."""
 
     source: ShardSource
-    fill: Callable[[memoryview, int, int], None]
-    image: Tensor
+    saved: SavedShard
     layout: ImageLayout
     extras: Json
-    whole: list[TensorSpec] = field(default_factory=list)
-    parts: list[tuple[TensorSpec, Box, Tensor]] = field(default_factory=list)
+    scatter: Scatter = field(default_factory=Scatter)
+    parts: list[tuple[TensorSpec, Box, Tensor, memoryview]] = field(default_factory=list)
 
-    def read(self) -> dict[str, Tensor]:
-        """Fill the parts, and give back the whole tensors; lets go of the image."""
-        image = self.image.numpy().data
-        ranges = [self._range(spec, spec.box) for spec in self.whole]
-        ranges += [self._range(spec, box) for spec, box, _ in self.parts]
-        for begin, end in _merged(ranges):
-            self.fill(image, begin, end)
-        for spec, box, target in self.parts:
-            begin = self.layout.offset(spec.name)
-            data = image[begin : begin + spec.num_bytes]
-            room = target.reshape(-1).view(torch.uint8).numpy().data
-            paste(data, spec.box, room, box, target.element_size())
-        found = {spec.name: self._view(spec) for spec in self.whole}
-        if self.parts:  # views of a few tensors would keep the pages of all the others
-            found = {name: tensor.clone() for name, tensor in found.items()}
-        self.image, self.parts = torch.empty(0, dtype=torch.uint8), []
-        return found
+    def fill(self, spec: TensorSpec, box: Box, room: Tensor) -> None:
+        """What a box shares with a piece goes into room, which is the box."""
+        begin = self.layout.offset(spec.name)
+        runs = list(islice(spans(spec.box, box, room.element_size()), 2))
+        if len(runs) == 1:
+            at, to, num_bytes = runs[0]
+            self.scatter.add(begin + at, bytes_of(room)[to : to + num_bytes])
+        elif runs:  # pages that nobody fills cost no memory
+            raw = np.empty(spec.num_bytes, dtype=np.uint8).data
+            first, last = self._range(spec, box)
+            self.scatter.add(first, raw[first - begin : last - begin])
+            self.parts.append((spec, box, room, raw))
+
+    def read(self) -> None:
+        """Fill all that was asked for."""
+        self.saved.read(self.scatter)
+        for spec, box, room, raw in self.parts:
+            paste(raw, spec.box, bytes_of(room), box, room.element_size())
+        self.parts = []
 
     def _range(self, spec: TensorSpec, box: Box) -> tuple[int, int]:
         """The bytes of the image from the first to the last that a box needs of a piece."""
@@ -115,17 +135,6 @@ class _Shard:
             stride *= spec.shape[dim]
         return first, last
 
-    def _view(self, spec: TensorSpec) -> Tensor:
-        """A tensor as a view of the image's memory."""
-        start, dtype = self.layout.offset(spec.name), DTYPES[spec.dtype]
-        raw = self.image[start : start + spec.num_bytes]
-        if start % dtype.itemsize:  # not written by us: legal in safetensors, not in a view
-            raw = raw.clone()
-        try:
-            return raw.view(dtype).view(spec.shape)
-        except (RuntimeError, OverflowError) as error:  # torch's own limits
-            _refuse(self.source.location, f"tensor {spec.name!r}: {error}")
-
 
 @dataclass(slots=True)
 class _Saved:
@@ -136,12 +145,14 @@ class _Saved:
     pieces: list[tuple[_Shard, TensorSpec]] = field(default_factory=list)
 
 
-def _open_all(plan: RestorePlan, store: ObjectStore | None, opened: ExitStack) -> list[_Shard]:
+def _open_all(
+    plan: RestorePlan, store: ObjectStore | None, opened: ExitStack, shared: bool
+) -> list[_Shard]:
     """The planned shards by rank, one for each rank that saved."""
     shards: list[_Shard] = []
     for source in sorted(plan.shards, key=lambda shard: shard.rank):
         with _placing(plan, source):
-            shards.append(_open(plan, source, store, opened))
+            shards.append(_open(plan, source, store, opened, shared))
     ranks = [shard.source.rank for shard in shards]
     if ranks != list(range(plan.world)):
         reason = f"shards of ranks {ranks} for a world of {plan.world}"
@@ -152,19 +163,19 @@ def _open_all(plan: RestorePlan, store: ObjectStore | None, opened: ExitStack) -
 
 
 def _open(
-    plan: RestorePlan, source: ShardSource, store: ObjectStore | None, opened: ExitStack
+    plan: RestorePlan,
+    source: ShardSource,
+    store: ObjectStore | None,
+    opened: ExitStack,
+    shared: bool,
 ) -> _Shard:
     """Read a shard's header and extras."""
-    reader = open_shard(plan, source, store)
-    opened.callback(reader.close)
-    image = torch.empty(reader.num_bytes, dtype=torch.uint8)
-    room = image.numpy().data
-    reader.fill(room, 0, min(_LENGTH_BYTES, reader.num_bytes))
-    length = int.from_bytes(bytes(room[:_LENGTH_BYTES]), "little")
-    reader.fill(room, 0, min(_LENGTH_BYTES + length, reader.num_bytes))
-    layout = parse_header(room, reader.num_bytes, source.location)
-    extras = _parse_extras(plan, source, reader.extras())
-    return _Shard(source, reader.fill, image, layout, extras)
+    saved = open_shard(plan, source, store, shared)
+    opened.callback(saved.close)
+    length = int.from_bytes(saved.head(_LENGTH_BYTES)[:_LENGTH_BYTES], "little")
+    head = saved.head(_LENGTH_BYTES + min(length, MAX_HEADER_BYTES))
+    layout = parse_header(head, saved.num_bytes, source.location)
+    return _Shard(source, saved, layout, _parse_extras(plan, source, saved.extras()))
 
 
 def _collect(plan: RestorePlan, shards: Iterable[_Shard]) -> dict[str, _Saved]:
@@ -205,37 +216,30 @@ def _fitting(found: Mapping[str, _Saved], likes: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _part(name: str, saved: _Saved, like: Any) -> Box:
-    """What of a tensor this rank needs; nothing where the DTensor `like` has no part here."""
-    if like is None:
-        return Box.whole(saved.shape)
-    return sharding_of(like, name).box or Box((0,), (0,))
+def _shape(plan: RestorePlan, name: str, saved: _Saved) -> Tensor:
+    """A meta tensor like what was saved; torch has limits of its own, for its elements, say."""
+    source = saved.pieces[0][0].source
+    with _placing(plan, source):
+        try:
+            return torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="meta")
+        except (RuntimeError, OverflowError, TypeError) as error:
+            _refuse(source.location, f"tensor {name!r}: {error}")
 
 
-def _assemble(saved: _Saved, box: Box) -> Tensor:
-    """Room for a box of a tensor, which the shards are told to fill.
+def _assemble(name: str, saved: _Saved, like: Any, there: Tensor | None) -> Tensor:
+    """Room for what this rank needs of a tensor, which the shards are told to fill.
 
-    It is not larger than the pieces, which tile the tensor and lie in files of known size.
+    It is not larger than the pieces, which tile the tensor and lie in files of known size. A
+    DTensor `like` that has no part here needs nothing.
     """
-    room = torch.empty(box.shape, dtype=DTYPES[saved.dtype])
+    box = Box.whole(saved.shape)
+    if like is not None:
+        there, box = None, sharding_of(like, name).box or Box((0,), (0,))
+    room = torch.empty(box.shape, dtype=DTYPES[saved.dtype]) if there is None else there
     if room.numel():
         for shard, spec in saved.pieces:
-            if spec.box.overlap(box) is not None:
-                shard.parts.append((spec, box, room))
+            shard.fill(spec, box, room)
     return room
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ranges in ascending order, those that touch as one, without empty ones."""
-    begin = end = 0
-    for first, last in sorted(ranges):
-        if first > end:
-            if end > begin:
-                yield begin, end
-            begin = first
-        end = max(end, last)
-    if end > begin:
-        yield begin, end
 
 
 def _parse_extras(plan: RestorePlan, source: ShardSource, raw: bytes) -> Json:

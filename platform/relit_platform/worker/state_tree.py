@@ -97,26 +97,43 @@ def flatten(objects: Mapping[str, StateHolder]) -> tuple[StateTensors, Json]:
 
 
 def restore(
-    objects: Mapping[str, StateHolder], tensors: Mapping[str, Tensor], skeleton: Json
+    objects: Mapping[str, StateHolder],
+    tensors: Mapping[str, Tensor],
+    skeleton: Json,
+    *,
+    give: bool = False,
 ) -> None:
     """Load what `flatten` gave into objects of the same structure, on any mesh or none.
 
     tensors are whole, or DTensors that lie where the registered ones do (`sharded_like`); a
-    registered DTensor takes its part of a whole one. The objects keep no reference to `tensors`.
-    Names and shapes are compared before anything is changed; raises StateMismatchError listing
-    both sides, or what an object's own load_state_dict complained about.
+    registered DTensor takes its part of a whole one. The objects keep no reference to `tensors`,
+    unless the caller has no other use for them and says give: an optimizer then keeps what it is
+    given instead of a copy. Names and shapes are compared before anything is changed; raises
+    StateMismatchError listing both sides, or what an object's own load_state_dict complained about.
     """
-    _compare(skeleton, objects, "registered objects")
-    states = unflatten(tensors, {name: skeleton[name] for name in objects})
+    states = checked(objects, tensors, skeleton)
     if any_dtensor():
         for name, holder in objects.items():
             pattern = pattern_of(holder, state_of(holder), states[name])
             states[name] = placed(states[name], pattern, like_registered)
+    given: set[int] | None = set() if give else None
+    for name, holder in objects.items():
+        _load(name, holder, states[name], given)
+
+
+def checked(
+    objects: Mapping[str, StateHolder], tensors: Mapping[str, Tensor], skeleton: Json
+) -> dict[str, Any]:
+    """The saved state of each object, of names and shapes that fit; raises StateMismatchError.
+
+    Nothing is changed or copied, and of `tensors` only the shapes count.
+    """
+    _compare(skeleton, objects, "registered objects")
+    states = unflatten(tensors, {name: skeleton[name] for name in objects})
     for name, holder in objects.items():
         if isinstance(holder, nn.Module):
             _compare_module(name, holder, states[name])
-    for name, holder in objects.items():
-        _load(name, holder, states[name])
+    return states
 
 
 def sharded_like(objects: Mapping[str, StateHolder], skeleton: Json) -> dict[str, Any]:
@@ -134,13 +151,13 @@ def sharded_like(objects: Mapping[str, StateHolder], skeleton: Json) -> dict[str
     elsewhere: set[str] = set()
 
     def note(leaf: Any, like: Any) -> Any:
-        if not isinstance(leaf, _Name):
+        if not isinstance(leaf, SavedName):
             return leaf
         if not lies_like(found.setdefault(leaf, like), like):
             elsewhere.add(leaf)
         return None
 
-    for name, state in unflatten(_AnyName(), known).items():
+    for name, state in unflatten(SavedNames(), known).items():
         pattern = pattern_of(objects[name], state_of(objects[name]), state)
         elsewhere.update(_names_in(placed(state, pattern, note)))
     return {name: like for name, like in found.items() if name not in elsewhere}
@@ -342,43 +359,50 @@ def _compare_module(name: str, module: nn.Module, saved: Any) -> None:
             )
 
 
-def _load(name: str, holder: StateHolder, state: Any) -> None:
+def _load(name: str, holder: StateHolder, state: Any, given: set[int] | None) -> None:
     try:
         if isinstance(holder, tuple):
-            holder[1](_owned(state))
+            holder[1](_owned(state, given))
         elif isinstance(holder, nn.Module):
             # Modules copy into their parameters; their versions come from the code, not the file.
             whole = OrderedDict(state)
             whole._metadata = getattr(holder.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
             holder.load_state_dict(whole)
         else:
-            holder.load_state_dict(_owned(state))
+            holder.load_state_dict(_owned(state, given))
     except (RuntimeError, ValueError, KeyError, IndexError, AssertionError) as error:
         raise StateMismatchError(missing=[], unexpected=[], detail=f"{name}: {error}") from error
 
 
-def _owned(value: Any) -> Any:
-    """The same structure with tensors of its own memory: optimizers keep what they are given."""
+def _owned(value: Any, given: set[int] | None) -> Any:
+    """The same structure with tensors of its own memory: optimizers keep what they are given.
+
+    given: ids of the tensors that were handed out already, each of which may be kept once; None:
+    every one is copied.
+    """
     if isinstance(value, Tensor):
-        return value.clone()
+        if given is None or id(value) in given:
+            return value.clone()
+        given.add(id(value))
+        return value
     if isinstance(value, list):
-        return [_owned(item) for item in value]
+        return [_owned(item, given) for item in value]
     if type(value) is tuple:
-        return tuple(_owned(item) for item in value)
+        return tuple(_owned(item, given) for item in value)
     if type(value) is dict:
-        return {key: _owned(item) for key, item in value.items()}
+        return {key: _owned(item, given) for key, item in value.items()}
     return value
 
 
-class _Name(str):
+class SavedName(str):
     """Stands for the saved tensor of this name."""
 
 
-class _AnyName(Mapping[str, Any]):
-    """Has a `_Name` for every name, where there would be tensors."""
+class SavedNames(Mapping[str, Any]):
+    """Has a `SavedName` for every name, where there would be tensors: for `unflatten`."""
 
     def __getitem__(self, key: str) -> Any:
-        return _Name(key)
+        return SavedName(key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -388,7 +412,7 @@ class _AnyName(Mapping[str, Any]):
 
 
 def _names_in(state: Any) -> Iterator[str]:
-    if isinstance(state, _Name):
+    if isinstance(state, SavedName):
         yield state
     elif isinstance(state, dict):
         for item in state.values():

@@ -7,7 +7,7 @@ size or whose chunk does not agree with its `ShardRef`, which the manifest carri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from relit_storage.checkpoint.durable import open_regular, write_file
 from relit_storage.errors import CorruptShardError
 
 DIRECT_FROM_BYTES = 4 << 20  # below, the page cache is as good
-READERS = 4  # of chunks of 16 MiB, say: enough to keep a disk, or a connection to a store, busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,53 +63,11 @@ def write_shard(
 def verify_shard(path: str, ref: ShardRef) -> None:
     """Read a whole shard and check it, in memory of one chunk. Raises CorruptShardError."""
     buffer = memoryview(bytearray(min(ref.chunk_bytes, ref.num_bytes)))
-    with _opened(path, ref) as fd:
+    with opened_shard(path, ref) as fd:
         for index in range(len(ref.checksums)):
             begin, end = ref.chunk_range(index)
             _read_chunk(fd, begin, buffer[: end - begin], path)
             check_chunk(path, ref, index, buffer[: end - begin])
-
-
-def read_shard_into(
-    path: str, ref: ShardRef, dest: memoryview, chunks: Iterable[int] | None = None
-) -> None:
-    """Read a shard into `dest`, which has num_bytes, checking each chunk after it was read.
-
-    chunks: the numbers of those to read, all by default; the rest of `dest` stays as it is. Some
-    chunks are read and checked at a time, in threads: one reader waits for the disk, and for the
-    pages of `dest`, while another one computes. Raises CorruptShardError, also for a missing
-    file; `dest` then holds garbage.
-    """
-    flat = dest.cast("B")
-    if len(flat) != ref.num_bytes:
-        raise ValueError(f"a buffer of {len(flat)} bytes for a shard of {ref.num_bytes}")
-    with _opened(path, ref) as fd:
-
-        def read(index: int) -> None:
-            begin, end = ref.chunk_range(index)
-            _read_chunk(fd, begin, flat[begin:end], path)
-            check_chunk(path, ref, index, flat[begin:end])
-
-        each(read, range(len(ref.checksums)) if chunks is None else chunks)
-
-
-def each(read: Callable[[int], None], chunks: Iterable[int]) -> None:
-    """Call `read` for every chunk, READERS at a time. The first error is raised; no more are
-    begun after one, and none runs any more on return.
-    """
-    wanted = list(chunks)
-    if len(wanted) < 2:
-        for index in wanted:
-            read(index)
-        return
-    with ThreadPoolExecutor(min(READERS, len(wanted)), thread_name_prefix="chunks") as pool:
-        futures = [pool.submit(read, index) for index in wanted]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def check_chunk(file: str, ref: ShardRef, index: int, view: bytes | memoryview) -> None:
@@ -124,8 +81,8 @@ def check_chunk(file: str, ref: ShardRef, index: int, view: bytes | memoryview) 
 
 
 @contextmanager
-def _opened(path: str, ref: ShardRef) -> Iterator[int]:
-    """The file's descriptor, after its size was checked."""
+def opened_shard(path: str, ref: ShardRef) -> Iterator[int]:
+    """The file's descriptor, after its size was checked. Raises CorruptShardError."""
     if len(ref.checksums) != num_chunks(ref.num_bytes, max(1, ref.chunk_bytes)):
         reason = f"{len(ref.checksums)} checksums for {ref.num_bytes} bytes"
         raise CorruptShardError(file=path, reason=reason)
