@@ -122,3 +122,77 @@ def test_the_sign_of_zero_is_a_change() -> None:
         job.extra = {"seen": value}
         texts.append(memo.flatten(job.objects)[1])
     assert b"-0.0" in texts[1] and b"-0.0" not in texts[0]
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def renamed(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
+    state[f"{prefix}again"] = state[f"{prefix}weight"].clone()
+
+
+def add_hook(job: Job) -> None:
+    job.model[2]._register_state_dict_hook(renamed)  # type: ignore[no-untyped-call]
+
+
+def add_group(job: Job) -> None:
+    job.optimizer.add_param_group({"params": [job.shared.bias], "lr": 0.3})
+
+
+def forget(job: Job) -> None:
+    job.optimizer.state.popitem()
+
+
+def other_keys(job: Job) -> None:
+    job.optimizer.state["shared"] = {(1, 2): 3}  # type: ignore[index]
+
+
+# Changes of what there is, seen on the objects themselves as in their state dictionaries.
+STRUCTURES: dict[str, Callable[[Job], object]] = {
+    "a module": lambda job: job.model.append(nn.Linear(2, 2)),
+    "a module of another name": lambda job: job.model.register_module("last", nn.ReLU()),
+    "a module less": lambda job: job.model.pop(2),
+    "one level more": lambda job: job.model.append(nn.Sequential(nn.Linear(2, 2))),
+    "a module that is None": lambda job: job.model.register_module("none", None),
+    "a parameter": lambda job: job.model.register_parameter("p", nn.Parameter(torch.ones(1))),
+    "a parameter that is None": lambda job: job.model.register_parameter("p", None),
+    "a buffer": lambda job: job.model.register_buffer("b", torch.ones(1)),
+    "a buffer that is not saved": lambda job: job.model.register_buffer(
+        "b", torch.ones(1), persistent=False
+    ),
+    "another parameter": lambda job: setattr(
+        job.model[2], "weight", nn.Parameter(torch.ones(2, 4))
+    ),
+    "more than tensors": lambda job: job.model.append(Extra(2, 2)),
+    "a hook": add_hook,
+    "a group of parameters": add_group,
+    "an optimizer's state less": forget,
+    "odd keys of an optimizer": other_keys,
+}
+
+
+@pytest.mark.parametrize("change", STRUCTURES.values(), ids=STRUCTURES.keys())
+def test_every_change_of_structure_is_seen(change: Callable[[Job], object]) -> None:
+    job, memo = Job(), StateMemo()
+    job.train()
+    memo.flatten(job.objects)
+    change(job)
+    for _ in range(2):
+        found, text = memo.flatten(job.objects)
+        tensors, skeleton = flatten(job.objects)
+        assert json.loads(text) == json.loads(json.dumps(skeleton))
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_parameter_in_two_groups_has_its_number_in_both() -> None:
+    one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([one, two], lr=0.1)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [two, one]})
+    text = json.loads(StateMemo().flatten({"o": optimizer})[1])
+    assert text == json.loads(json.dumps(flatten({"o": optimizer})[1]))
