@@ -79,5 +79,6 @@ def test_a_stop_commits_and_a_resume_goes_on_right_there(
     assert tried == [(step, "disk") for step in (*steps, steps[-1] // 20 * 20)]
     assert {"rank-00001.safetensors", "manifest.json"} <= damage.refused_files(restored[-1])
     assert harness.losses(job) == harness.head(calm, STEPS)
-    assert job.incidents() == []
+    [incident] = job.incidents()
+    assert incident["cause"]["code"] == "restore_refused" and incident["recovered"], incident
     assert lab.leaks(job.id) == []
