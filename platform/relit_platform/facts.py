@@ -359,7 +359,8 @@ class RunHistory:
     """What a supervisor knows from the run directory and tells a manager that may not.
 
     last_row_step: the newest step of which there is a row. rows_whole_to: every row up to this
-    step is there; after it one is missing, or the next has not been written yet.
+    step is there; after it one is missing, or the next has not been written yet. rows_again_at:
+    the first step after those that are missing, 0 if there are none after them.
     lineage: (generation, start step) of every "generation.formed" event, oldest first.
     saved_step: the newest step that was ever committed to disk or object tier. loop: data
     of the newest "loop.begun" event. finished: the data of every "rank.finished" event; only
@@ -372,6 +373,7 @@ class RunHistory:
     generation: int = 0
     last_row_step: int = 0
     rows_whole_to: int = 0
+    rows_again_at: int = 0
     recoveries: int = 0
     lineage: tuple[tuple[int, int], ...] = ()
     saved_step: int = 0

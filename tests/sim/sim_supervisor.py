@@ -85,7 +85,8 @@ class SimSupervisor:
         return RunHistory(
             generation=max((g for g, _ in lineage), default=0),
             last_row_step=max(self.rows, default=0),
-            rows_whole_to=self._rows_whole_to(sorted(lineage)),
+            rows_whole_to=self._tail(sorted(lineage)).whole_to,
+            rows_again_at=self._tail(sorted(lineage)).next_whole,
             lineage=lineage,
             finished=tuple(
                 FinishedRank(**f.data) for f in self._known() if f.kind == "rank.finished"
@@ -93,14 +94,14 @@ class SimSupervisor:
             spacing=next((f.data for f in reversed(respaced)), {}),
         )
 
-    def _rows_whole_to(self, lineage: Sequence[tuple[int, int]]) -> int:
+    def _tail(self, lineage: Sequence[tuple[int, int]]) -> RowTail:
         """As History folds it."""
         tail = RowTail()
         for generation, start in lineage:
             tail.formed(generation, start)
         for step in sorted(self.rows):
             tail.wrote(int(self.rows[step]["generation"]), step)
-        return tail.whole_to
+        return tail
 
     def _known(self) -> list[Fact]:
         """Written or about to be: as long as this life lasts it knows both."""
@@ -154,7 +155,9 @@ class SimSupervisor:
             if isinstance(item, Fact):
                 self.facts.append(item)
             else:
-                self.rows.setdefault(item["step"], item)
+                known = self.rows.get(item["step"])
+                if known is None or known["generation"] < item["generation"]:
+                    self.rows[item["step"]] = item
         self._unwritten.clear()
         self._written = self._after
 

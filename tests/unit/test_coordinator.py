@@ -260,7 +260,7 @@ def test_a_new_supervisor_gets_rows_that_the_old_one_lost() -> None:
     bench.rows(1, (1, 0.1), (2, 0.2))
     after = bench.drain().next
     bench.drain(after)
-    bench.coordinator.start_epoch(2, RunHistory(last_row_step=1, rows_whole_to=1))
+    bench.coordinator.start_epoch(2, RunHistory(generation=1, last_row_step=1, rows_whole_to=1))
     bench.rows(1, (1, 0.1), (2, 0.2))
     assert [r["step"] for r in bench.drain(after).rows] == [2]
 

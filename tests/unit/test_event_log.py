@@ -279,3 +279,12 @@ def test_a_line_with_the_wrong_types_is_refused(field: bytes) -> None:
     store = MemoryStore()
     store.put(event_key(1, 0), b'{"seq":1,"kind":"a",' + field + b"}\n")
     assert [event["kind"] for event in read_events(store)] == ["log.refused"]
+
+
+def test_of_a_step_that_was_done_again_the_newer_generation_counts() -> None:
+    store = MemoryStore()
+    writer = RowWriter(store, 1)
+    for generation, step, loss in ((1, 5, 0.5), (1, 6, 0.6), (2, 6, 0.7), (2, 6, 0.8), (1, 5, 0.9)):
+        writer.append({"step": step, "generation": generation, "loss": loss})
+    writer.flush(0.0)
+    assert [(row["step"], row["loss"]) for row in read_rows(store)] == [(5, 0.5), (6, 0.7)]

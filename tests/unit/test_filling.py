@@ -101,17 +101,66 @@ def hooked_optimizer(seed: int) -> dict[str, Any]:
     return {"optimizer": objects["optimizer"]}
 
 
+class ExtraState(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.total = torch.full((3,), value)
+
+    def get_extra_state(self) -> Any:
+        return {"total": self.total}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.total.zero_()
+        self.total += state["total"]
+
+
+def patched(seed: int) -> nn.Module:
+    """As torch.distributed.checkpoint patches models: on the object, not on its class."""
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 2)
+    stock = model.load_state_dict
+
+    def load(*args: Any) -> Any:
+        nn.init.zeros_(model.weight)
+        return stock(*args)
+
+    model.load_state_dict = load  # type: ignore[assignment]
+    return model
+
+
+def behind_a_stranger(seed: int) -> dict[str, Any]:
+    """The same parameters in an object that loads in its own way, and then in a plain one."""
+    torch.manual_seed(seed)
+    own = nn.Sequential(OwnLoad(2, 2))
+    return {"own": own, "plain": own[0]}
+
+
 UNKNOWN: dict[str, Callable[[int], dict[str, Any]]] = {
     "an object": lambda seed: {"o": Adds(float(seed))},
     "a module": lambda seed: {"m": nn.Sequential(OwnLoad(2, 2))},
     "a hook": lambda seed: {"m": hooked(seed)},
     "an optimizer's hook": hooked_optimizer,
+    "extra state": lambda seed: {"m": ExtraState(float(seed))},
+    "a patched object": lambda seed: {"m": patched(seed)},
+    "another one's tensors": behind_a_stranger,
+    "what comes after it": lambda seed: {"o": Adds(float(seed)), **trained(seed)},
 }
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_loads_in_a_way_of_its_own_is_given_other_tensors(kind: str) -> None:
     assert filled(UNKNOWN[kind](0), UNKNOWN[kind](1)) == {}
+
+
+def test_a_schedule_is_no_stranger_and_what_comes_before_one_is_filled() -> None:
+    objects, saved = trained(0), trained(1)
+    for its, value in ((objects, 0.0), (saved, 1.0)):
+        its["schedule"] = torch.optim.lr_scheduler.StepLR(its["optimizer"], 3)
+        its["model2"] = nn.Linear(2, 2)
+        its["stranger"] = Adds(value)
+        its["model3"] = nn.Linear(2, 2)
+    found = {name.split(".")[0] for name in filled(objects, saved)}
+    assert found == {"model", "optimizer", "model2"}
 
 
 def test_memory_that_two_names_share_is_left_out() -> None:

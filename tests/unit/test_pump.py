@@ -13,6 +13,7 @@ from coordinator_harness import make_config
 from relit_platform.control import pump as module
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Drained, Fact
+from relit_storage.run import segments
 from relit_storage.run.event_log import read_events, read_rows
 from relit_storage.run.lease import Lease
 from relit_storage.stores.memory import MemoryStore
@@ -27,6 +28,7 @@ class Manager:
     epoch: int = 1
     steps: tuple[int, ...] = (1,)
     calls: list[str] = field(default_factory=list)
+    drained: list[tuple[Any, ...]] = field(default_factory=list)
 
     @property
     def link(self) -> Manager:
@@ -34,6 +36,7 @@ class Manager:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(method)
+        self.drained += [args] if method == "drain" else []
         fact = Fact(kind="told", at_s=time.time(), src="manager")
         status = {"epoch": self.epoch, "manager_pid": 7, "phase": "running"}
         rows = tuple(
@@ -78,6 +81,22 @@ def test_a_lost_lease_ends_the_rounds(store: MemoryStore, monkeypatch: pytest.Mo
     Lease.take(store, "r", "two", time.time() + 2 * TTL_S, TTL_S)
     run_until_fenced(pump)
     assert pump.fenced == 2
+
+
+def test_rows_without_room_stay_with_the_manager(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is far behind: what is not taken is not said to be written, and asked for again."""
+    manager = Manager(steps=(1, 2))
+    pump = make_pump(store, manager, monkeypatch)
+    monkeypatch.setattr(segments, "MAX_PENDING_BYTES", 0)
+    pump.tick(time.time())
+    monkeypatch.undo()
+    assert (manager.drained, pump.history().rows_whole_to) == ([(0, 0)], 0)
+    for later_s in (10.0, 20.0, 30.0):
+        pump.tick(time.time() + later_s)
+    assert (manager.drained[1], manager.drained[-1]) == ((0, 0), (1, 1))
+    assert [row["step"] for row in read_rows(store)] == [1, 2]
 
 
 def test_rows_that_were_not_written_are_not_taken_for_written(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from coordinator_harness import NODE, Bench
 from shard_facts import inventory, shards, slot, uploaded
 from stopped_run import resume, save, state_of
 
+from relit_platform.control.ports import AgentError
 from relit_platform.facts import NodeInventory
 from relit_platform.machines.checkpoint_state import Checkpoint, CheckpointBook, CheckpointPhase
 from relit_platform.machines.lineage import Lineage
@@ -135,6 +137,26 @@ def test_a_run_that_ended_early_goes_on_where_memory_was(
     assert again.tensors is not None
     for name, tensor in state_of(step).items():
         assert torch.equal(again.tensors[name], tensor)
+
+
+def test_an_agent_that_falls_silent_costs_the_rescue_one_question() -> None:
+    bench = Bench().start("a", "b")
+    bench.agents.stock = {
+        "n1": memory((7, 1, 0), (7, 1, 1)),
+        "n2": memory((7, 1, 0), (7, 1, 1), node="n2"),
+    }
+    asked: list[str] = []
+
+    def rows_beside(node_id: str, path: str) -> tuple[dict[str, Any], ...]:
+        asked.append(node_id)
+        assert bench.agents.named("persist"), "what saves the state goes first"
+        if node_id == "n1":
+            raise AgentError("does not answer")
+        return ({"step": 7, "loss": 1.0}, {"loss": 1.0})  # the second one is no row
+
+    bench.agents.rows_beside = rows_beside  # type: ignore[method-assign]
+    assert "whole" in bench.coordinator.rescue()
+    assert asked == ["n1", "n2", "n2"]
 
 
 def test_the_rows_that_nobody_could_send_are_taken_from_beside_the_snapshot() -> None:

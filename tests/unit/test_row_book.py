@@ -55,7 +55,37 @@ def test_what_no_rank_has_any_more_is_not_waited_for() -> None:
 
 
 def test_a_run_that_begins_at_another_ones_step_lacks_no_row() -> None:
+    """Whatever the number of its first generation: an import has used some."""
     book = RowBook()
-    book.begin(40)
+    book.take(RowBatch(generation=3, rank=0, rows=()), Lineage(((3, 40),)), 0.0)
     assert book.skip_lost(oldest_kept=41) is None
     assert book.needed_after == 40
+
+
+def test_only_what_is_missing_is_said_to_be_lost() -> None:
+    book = RowBook()
+    book.resume(last_row_step=20, rows_whole_to=2, rows_again_at=5)
+    assert book.skip_lost(oldest_kept=15) == ("rows.lost", "warning", {"step": 3, "before": 5})
+    book = RowBook()
+    give(book, 1, first=1, at_s=0.0)
+    book.resume(last_row_step=0, rows_whole_to=0)  # on their way to a supervisor that died
+    assert book.skip_lost(oldest_kept=4) is None
+    assert book.needed_after == 3
+
+
+def test_a_hole_before_a_rollback_does_not_hide_it() -> None:
+    """Rows 3 and 4 come late; 7 and 8 are of the line that was left."""
+    book = RowBook()
+    line = Lineage(((1, 0),))
+    for first in (1, 5):
+        rows = tuple({"step": step, "loss": 0.5} for step in range(first, first + 4) if step != 3)
+        book.take(RowBatch(generation=1, rank=0, rows=rows), line, 0.0)
+    assert book.needed_after == 2
+    book.rewind(6)
+    line = line.started(2, 6)
+    book.take(
+        RowBatch(generation=2, rank=0, rows=({"step": 3, "loss": 0.5, "generation": 1},)), line, 0.0
+    )
+    assert book.needed_after == 6
+    book.take(RowBatch(generation=2, rank=0, rows=({"step": 7, "loss": 0.5},)), line, 0.0)
+    assert book.needed_after == 7

@@ -190,6 +190,45 @@ def test_every_change_of_structure_is_seen(change: Callable[[Job], object]) -> N
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_twice_in_a_group_has_the_number_that_torch_gives_it() -> None:
+    one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([one, two, one])
+    for param in (one, two):
+        param.grad = torch.ones(1)
+    optimizer.step()
+    text = json.loads(StateMemo().flatten({"o": optimizer})[1])
+    assert text == json.loads(json.dumps(flatten({"o": optimizer})[1]))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As some libraries have it: an optimizer by name, with nothing of one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> Any:
+        return {"inner": self.inner.state_dict()}
+
+
+def test_an_optimizer_that_never_was_initialized_is_asked_for_its_state() -> None:
+    objects = {"o": Wrapper(Job().optimizer)}
+    text = json.loads(StateMemo().flatten(objects)[1])
+    assert text == json.loads(json.dumps(flatten(objects)[1]))
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_state_dict_of_an_object_of_its_own_is_called_each_time(what: str) -> None:
+    job, memo = Job(), StateMemo()
+    holder = job.objects[what]
+    stock, seen = holder.state_dict, [0]
+    holder.state_dict = lambda *args, **kwargs: {**stock(*args, **kwargs), "seen": seen[0]}
+    for count in (1, 2):
+        seen[0] = count
+        _, text = memo.flatten({what: holder})
+        assert json.loads(text)[what]["seen"] == count
+
+
 def test_a_parameter_in_two_groups_has_its_number_in_both() -> None:
     one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([one, two], lr=0.1)

@@ -76,7 +76,11 @@ class GenerationDesk:
         old = self.state
         over = old.phase is Phase.DONE
         ended = [old.holders[r] for r in old.unfinished() if r in old.holders and not over]
-        self._journal.begin_epoch(history, found.members)
+        # Generations that the supervisor before has not written down: rows after them are made
+        # again, whatever the run directory has.
+        untold = [start for gen, start in old.lineage.entries if gen > history.generation]
+        whole_to = min([history.rows_whole_to, *untold])
+        self._journal.begin_epoch(replace(history, rows_whole_to=whole_to), found.members)
         told = [finished for finished in history.finished if finished.epoch == epoch]
         for finished in told:
             self._journal.note_finished(finished.rank, finished.value_json, finished.stopped)

@@ -97,6 +97,8 @@ class History:
             self.finished.append(FinishedRank(**data))
         elif kind == "ckpt.committed":
             self.saved_step = max(self.saved_step, int(event.get("step") or 0))
+        elif kind == "rows.lost":
+            self.tail.lost(int(data["before"]) - 1)
         elif kind == "ckpt.respaced":
             self.spacing = dict(data)
         elif kind == "agent.started":
@@ -121,6 +123,7 @@ class History:
             generation=self.generation,
             last_row_step=self.last_row_step,
             rows_whole_to=self.tail.whole_to,
+            rows_again_at=self.tail.next_whole,
             recoveries=self.recoveries,
             lineage=tuple(sorted(self.lineage)),
             loop=self.loop,

@@ -65,7 +65,7 @@ class Journal:
         members: those that were found running, by a manager that was re-created.
         """
         self.loop = self.loop or dict(history.loop)
-        self.rows.resume(history.last_row_step, history.rows_whole_to)
+        self.rows.resume(history.last_row_step, history.rows_whole_to, history.rows_again_at)
         self.note_completed(history.last_row_step)
         self.values.clear()
         self.stopped_ranks.clear()
@@ -85,8 +85,6 @@ class Journal:
 
     def note_formed(self, data: Mapping[str, Any]) -> None:
         """A generation was announced; data as in its fact."""
-        if int(data["generation"]) == 1:
-            self.rows.begin(int(data["start_step"]))
         self.rows.rewind(int(data["start_step"]))
         self.members = [dict(member) for member in data["members"]]
         self.memory_steps = {}

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -183,10 +183,8 @@ class Pump:
             for fact in drained.facts:
                 if fact.number > self._history.told:  # else the supervisor before us wrote it
                     self._take(fact)
-            for row in drained.rows:
-                self._rows.append(row)
-                self._appended.append(row)
-                self._history.add_row(row)
+            if not self._append(drained.rows):
+                return  # the store is far behind; the manager keeps them, and tells them again
             if drained.overflow:
                 self._take(
                     Fact(
@@ -201,6 +199,15 @@ class Pump:
             self._status = dict(drained.status)
             if not drained.more:
                 return
+
+    def _append(self, rows: Iterable[dict[str, Any]]) -> bool:
+        """False if there is no room for all of them."""
+        for row in rows:
+            if not self._rows.append(row):
+                return False
+            self._appended.append(row)
+            self._history.add_row(row)
+        return True
 
     def _check_epoch(self, status: Mapping[str, Any]) -> None:
         """What a manager tells under a newer epoch is for another supervisor's ears."""
@@ -248,9 +255,10 @@ class Pump:
         self._history.add(event)
 
     def _flush(self, now: float, *, force: bool = False) -> None:
-        if force or self._events.due(now):
+        rows_too = force or self._rows.due(now)
+        if rows_too or self._events.due(now):
             self._events.flush(now)
-        if force or self._rows.due(now):
+        if rows_too:  # after the events: what was drained with them is forgotten by the manager
             self._rows.flush(now)
             self._written = self._after  # ranks keep with their state what is not written
             for row in self._appended:

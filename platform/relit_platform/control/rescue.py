@@ -42,7 +42,6 @@ class Rescuer:
         Repeating it is harmless.
         """
         inventories = self._inventories()
-        self._collect_rows(inventories)
         with self._lock:
             choice = choose_rescue(inventories, self._saves.book)
             for slot in choice.slots:
@@ -68,6 +67,7 @@ class Rescuer:
                 )
         for slot in choice.slots:
             self._persist(slot)
+        self._collect_rows(inventories)
         return choice.reason
 
     def _inventories(self) -> list[NodeInventory]:
@@ -86,13 +86,18 @@ class Rescuer:
         """The last rows of ranks that ended before they could send them."""
         with self._lock:
             slots = newest_kept(inventories, self._saves.book.lineage)
+        silent: set[str] = set()
         for slot in slots:
+            if slot.node_id in silent:
+                continue
             try:
                 rows = self._agents.rows_beside(slot.node_id, slot.path)
-            except (AgentError, PlatformError, StorageError, OSError, ValueError):
-                continue
-            self._take_rows(RowBatch(generation=slot.generation, rank=slot.rank, rows=rows))
-            return
+                self._take_rows(RowBatch(generation=slot.generation, rank=slot.rank, rows=rows))
+                return
+            except AgentError:
+                silent.add(slot.node_id)
+            except (PlatformError, StorageError, OSError, ValueError, KeyError, TypeError):
+                continue  # beside another rank's there may be whole ones
 
     def _persist(self, slot: SlotInfo) -> None:
         try:

@@ -28,6 +28,7 @@ class RowBook:
         self._recent: deque[tuple[float, Row]] = deque(maxlen=RATE_ROWS)
         self.newest = 0
         self.needed_after = 0
+        self._again_at = 0  # where rows that a supervisor has go on, after a hole
         self.loss: Json = None
         self.refused_count = 0
 
@@ -35,6 +36,7 @@ class RowBook:
         self, batch: RowBatch, lineage: Lineage, now_s: float
     ) -> tuple[list[Row], list[Alarm]]:
         """The rows that are new, completed with generation and at_s, and alarms about others."""
+        self.needed_after = max(self.needed_after, lineage.first_start)  # there are none before
         fresh: list[Row] = []
         alarms: list[Alarm] = []
         for given in batch.rows:
@@ -50,32 +52,34 @@ class RowBook:
                 fresh.append(row)
         return fresh, alarms
 
-    def resume(self, last_row_step: int, rows_whole_to: int) -> None:
+    def resume(self, last_row_step: int, rows_whole_to: int, rows_again_at: int = 0) -> None:
         """A new supervisor has every row up to rows_whole_to, and none after last_row_step: what
-        it may have lost is news again.
+        it may have lost is news again. rows_again_at: see RunHistory.
         """
         self.newest = max(self.newest, last_row_step)
         self.needed_after = rows_whole_to
+        self._again_at = rows_again_at
         self._untold = {step for step in self._rows if step > rows_whole_to}
 
-    def begin(self, start_step: int) -> None:
-        """The run's first generation starts here: there are no rows of earlier steps."""
-        self.needed_after = max(self.needed_after, start_step)
-
     def skip_lost(self, oldest_kept: int) -> Alarm | None:
-        """The rank that sends rows has none before this one: what is missing there never comes."""
+        """The rank that sends rows has none before this one: what is missing there never comes.
+
+        What is here already is on its way to the supervisor, and not lost.
+        """
         if oldest_kept <= self.needed_after + 1:
             return None
-        data = {"step": self.needed_after + 1, "before": oldest_kept}
+        end = min(oldest_kept, self._again_at or oldest_kept)
+        missing = [s for s in range(self.needed_after + 1, end) if s not in self._rows]
         self.needed_after = oldest_kept - 1
         self._close_gap()
-        return "rows.lost", "warning", data
+        if not missing:
+            return None
+        return "rows.lost", "warning", {"step": missing[0], "before": missing[-1] + 1}
 
     def rewind(self, start_step: int) -> None:
         """A generation starts here: the rows of later steps are made again."""
-        if start_step < self.needed_after:
-            self.needed_after = start_step
-            self._untold.update(step for step in self._rows if step > start_step)
+        self.needed_after = min(self.needed_after, start_step)
+        self._untold.update(step for step in self._rows if step > start_step)
 
     def rate(self, key: str) -> float | None:
         """`key` summed over the newest rows of one generation, per second; None before two."""

@@ -24,14 +24,11 @@ class RowTail:
         self._beyond: set[int] = set()
 
     def formed(self, generation: int, start_step: int) -> None:
-        """A generation starts: rows of later steps are made again. The first says where rows
-        begin: a run can start from another one's step.
+        """A generation starts: rows of later steps are made again. There are none before the
+        lowest start, for a run can begin at another one's step.
         """
-        if generation == 1:
-            self.whole_to = start_step
         self._lineage = self._lineage.started(generation, start_step)
-        if start_step < self.whole_to:
-            self.whole_to = start_step
+        self.whole_to = max(min(self.whole_to, start_step), self._lineage.first_start)
         self._beyond = {step for step in self._beyond if step <= start_step}
 
     def wrote(self, generation: int, step: int) -> None:
@@ -40,6 +37,20 @@ class RowTail:
             return
         if len(self._beyond) < MAX_BEYOND or step == self.whole_to + 1:
             self._beyond.add(step)
+        self._close()
+
+    def lost(self, step: int) -> None:
+        """Nobody has the missing rows up to this one any more: they are not waited for."""
+        self.whole_to = max(self.whole_to, step)
+        self._beyond = {other for other in self._beyond if other > step}
+        self._close()
+
+    @property
+    def next_whole(self) -> int:
+        """The first step after the hole of which there is a row; 0 without a hole."""
+        return min(self._beyond, default=0)
+
+    def _close(self) -> None:
         while self.whole_to + 1 in self._beyond:
             self.whole_to += 1
             self._beyond.discard(self.whole_to)

@@ -49,6 +49,11 @@ class Lineage:
         return None
 
     @property
+    def first_start(self) -> int:
+        """The lowest step at which a generation started; 0 when there was none."""
+        return self.entries[0][1] if self.entries else 0
+
+    @property
     def newest_start(self) -> int:
         """Where the newest generation started; 0 when there was none."""
         return self.entries[-1][1] if self.entries else 0

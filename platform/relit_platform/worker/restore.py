@@ -118,7 +118,7 @@ class _Shard:
         self.saved.read(self.scatter)
         for spec, box, room, raw in self.parts:
             paste(raw, spec.box, bytes_of(room), box, room.element_size())
-        self.parts = []
+        self.scatter, self.parts = Scatter(), []  # and with them the memory of the raw bytes
 
     def _range(self, spec: TensorSpec, box: Box) -> tuple[int, int]:
         """The bytes of the image from the first to the last that a box needs of a piece."""

@@ -14,7 +14,7 @@ from relit_platform.facts import RestorePlan, ShardSource, Tier
 from relit_platform.node.slots import Slot
 from relit_platform.worker.scatter import Scatter
 from relit_storage.checkpoint.checksum import num_chunks
-from relit_storage.checkpoint.chunk_reading import Take, each, read_chunks
+from relit_storage.checkpoint.chunk_reading import Take, each, read_chunks, readers_for
 from relit_storage.checkpoint.durable import read_file
 from relit_storage.checkpoint.image import MAX_REASON
 from relit_storage.checkpoint.shard import ShardRef, check_chunk
@@ -198,7 +198,8 @@ def _read_object(
     store: ObjectStore, key: str, ref: ShardRef, chunks: Sequence[int], take: Take
 ) -> None:
     found = store.size(key)
-    if found != ref.num_bytes or len(ref.checksums) != num_chunks(ref.num_bytes, ref.chunk_bytes):
+    chunk_bytes = max(1, ref.chunk_bytes)
+    if found != ref.num_bytes or len(ref.checksums) != num_chunks(ref.num_bytes, chunk_bytes):
         _refuse(key, "is missing" if found is None else f"{found} bytes, not {ref.num_bytes}")
 
     def read(index: int) -> None:
@@ -207,7 +208,7 @@ def _read_object(
         check_chunk(key, ref, index, chunk)
         take(begin, memoryview(chunk))
 
-    each(read, chunks)
+    each(read, chunks, readers_for(ref.chunk_bytes))
 
 
 def _ref(source: ShardSource) -> ShardRef:

@@ -93,12 +93,18 @@ def _is_plain_module(module: nn.Module) -> bool:
     if plain is None:
         plain = all(getattr(kind, name) is getattr(nn.Module, name) for name in _OWN)
         _plain_kinds[kind] = plain
-    return plain and not module._state_dict_hooks and not module._state_dict_pre_hooks
+    own = vars(module)
+    if not plain or "state_dict" in own or "_save_to_state_dict" in own or "get_extra_state" in own:
+        return False
+    return not module._state_dict_hooks and not module._state_dict_pre_hooks
 
 
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    own = "state_dict" in vars(optimizer)  # as torch.distributed.checkpoint patches it in
+    if own or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        return False
     hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
-    return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not hooks
+    return not hooks
 
 
 def _sign_optimizer(optimizer: torch.optim.Optimizer, out: list[Any]) -> list[dict[str, Any]]:
@@ -107,8 +113,8 @@ def _sign_optimizer(optimizer: torch.optim.Optimizer, out: list[Any]) -> list[di
     settings, start = [], 0
     for group in optimizer.param_groups:
         params = group["params"]
-        for number, param in enumerate(params, start):
-            numbers.setdefault(id(param), number)
+        # As torch does it: of a parameter that is twice in one group the last place counts.
+        numbers |= {id(p): i for i, p in enumerate(params, start) if id(p) not in numbers}
         start += len(params)
         packed = {key: value for key, value in group.items() if key != "params"}
         settings.append({**packed, "params": [numbers[id(param)] for param in params]})

@@ -36,11 +36,9 @@ class StateMemo:
         signed = {name: sign(holder) for name, holder in objects.items()}
         self._renew(objects, signed)
         walk, texts = self._walk, dict(self._texts)
-        settings = {name: its.settings for name, its in signed.items() if its.settings is not None}
-        if settings:
-            walk = walk.copy()
-            for name, groups in settings.items():
-                text = json.dumps(walk.encode(groups, f"{name}.{_SETTINGS}", 1))
+        for name, its in signed.items():
+            if its.settings is not None:
+                walk, text = _with_settings(walk, its.settings, f"{name}.{_SETTINGS}")
                 texts[name] = f'{texts[name][:-1]}, "{_SETTINGS}": {text}}}'
         same = len(walk.tensors) == len(self._walk.tensors)
         body = ", ".join(f"{json.dumps(name)}: {texts[name]}" for name in objects)
@@ -60,3 +58,16 @@ class StateMemo:
                 state, _ = without_settings(state_of(holder))
             texts[name] = json.dumps(walk.encode(state, name, 0))
         self._walk, self._signature, self._texts = walk, signature, texts
+
+
+def _with_settings(walk: Flattening, settings: Any, path: str) -> tuple[Flattening, str]:
+    """The walk that has seen an optimizer's settings, too, and their text.
+
+    They are nearly always plain numbers, for which the walk need not be copied.
+    """
+    alone = Flattening()
+    node = alone.encode(settings, path, 1)
+    if alone.tensors:
+        walk = walk.copy()
+        node = walk.encode(settings, path, 1)
+    return walk, json.dumps(node)

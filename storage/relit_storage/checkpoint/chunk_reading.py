@@ -42,7 +42,7 @@ def read_chunks(
     """
     with opened_shard(path, ref) as fd:
         wanted = list(chunks)
-        readers = max(1, min(READERS, len(wanted), BUFFERS_BYTES // max(1, ref.chunk_bytes)))
+        readers = min(len(wanted), readers_for(ref.chunk_bytes))
         aligned = ref.num_bytes >= DIRECT_FROM_BYTES and ref.chunk_bytes % BLOCK_BYTES == 0
         if aligned and not shared:
             _set_direct(fd, True)
@@ -61,6 +61,11 @@ def read_chunks(
                 buffers.put(buffer)
 
         each(read, wanted, readers)
+
+
+def readers_for(chunk_bytes: int) -> int:
+    """How many chunks of this size may be in memory at a time."""
+    return max(1, min(READERS, BUFFERS_BYTES // max(1, chunk_bytes)))
 
 
 def each(read: Callable[[int], None], chunks: Iterable[int], readers: int = READERS) -> None:
@@ -114,10 +119,11 @@ def _read(fd: int, begin: int, num_bytes: int, buffer: memoryview, path: str) ->
     room = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
     done = 0
     while done < num_bytes:
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT  # before: another may change it
         try:
             count = os.preadv(fd, [buffer[done:room]], begin + done)
         except OSError as error:
-            if error.errno == errno.EINVAL and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            if error.errno == errno.EINVAL and direct:
                 _set_direct(fd, False)  # for all readers: this file system wants other sizes
                 continue
             raise CorruptShardError(file=path, reason=f"read failed: {error.strerror}") from error

@@ -176,15 +176,18 @@ def read_events(store: ObjectStore, since_seq: int = 0) -> list[dict[str, Any]]:
 
 
 def read_rows(store: ObjectStore) -> list[dict[str, Any]]:
-    """One row per step, by step: the newest epoch's, within an epoch the first one written."""
+    """One row per step, by step: of the newest epoch, in it of the newest generation, which has
+    done the step again, and of one generation the first that was written.
+    """
     keys = segment_keys(store, METRICS, metric_key)
     blobs = get_many(store, [metric_key(*key) for key in keys])
-    newest: dict[int, tuple[int, dict[str, Any]]] = {}
+    newest: dict[int, tuple[tuple[int, int], dict[str, Any]]] = {}
     for (epoch, number), blob in zip(keys, blobs, strict=True):
         for row in parse_segment(epoch, number, blob, _is_row).rows:
             step = row["step"]
-            if step not in newest or newest[step][0] < epoch:
-                newest[step] = (epoch, row)
+            age = (epoch, _generation(row))
+            if step not in newest or newest[step][0] < age:
+                newest[step] = (age, row)
     return [newest[step][1] for step in sorted(newest)]
 
 
@@ -232,6 +235,11 @@ def _is_event(row: Mapping[str, Any]) -> bool:
     known = isinstance(seq, int) and seq > 0 and isinstance(row.get("kind"), str)
     timed = isinstance(row.get("t"), (int, float, type(None)))
     return known and timed and isinstance(row.get("data"), (dict, type(None)))
+
+
+def _generation(row: Mapping[str, Any]) -> int:
+    found = row.get("generation")
+    return found if isinstance(found, int) else 0
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
