@@ -22,7 +22,12 @@ from typing import Any
 
 from relit import run_writer
 from relit.drift import check_same_run
-from relit.errors import AmbiguousRunError, RunNotFoundError, StoreUnwritableError
+from relit.errors import (
+    AmbiguousRunError,
+    RunExistsError,
+    RunNotFoundError,
+    StoreUnwritableError,
+)
 from relit.handle import JobHandle
 from relit.initial import find_initial
 from relit.reading import RunReader
@@ -31,7 +36,7 @@ from relit.spec import files
 from relit.spec.model import Init, JobSpec
 from relit.spec.resolve import absolute_store, resolve
 from relit.transport import JobTransport, RayJobs
-from relit_platform.run_config import InitConfig
+from relit_platform.run_config import InitConfig, RunConfig
 from relit_storage.errors import ObjectMissingError, StoreError, UnsupportedStoreError
 from relit_storage.run import layout
 from relit_storage.stores.opening import open_store, probe
@@ -80,6 +85,7 @@ class Client:
         client = self._at(config.store)
         reader = client._reader(config.run_key)
         check_writable(config.store)
+        client._check_id(config)
         if reader.exists():
             check_same_run(reader, spec, config, code)
         if spec.init is not None and not reader.attempts():
@@ -88,12 +94,14 @@ class Client:
         if not reader.store.put_if_absent(layout.CONFIG, files.to_yaml(spec).encode()):
             check_same_run(reader, spec, config, code)
         attempts = reader.attempts()
-        if attempts and reader.never_driven():
-            run_writer.hand_over(config, str(attempts[-1]["submission_id"]), client.transport)
+        if attempts and reader.never_started():
+            last = str(attempts[-1]["submission_id"])
+            if not run_writer.hand_over(config, last, client.transport):
+                run_writer.start_attempt(reader.store, config, client.transport)
         elif not attempts:
             run_writer.write_run(reader.store, config, code)
             run_writer.write_index(open_store(config.store), config)
-            run_writer.start_attempt(reader.store, config, client.transport)
+            run_writer.start_first(reader.store, config, client.transport)
         return JobHandle(reader, client)
 
     def resume(
@@ -111,6 +119,7 @@ class Client:
             overrides=overrides,
             allow=allow,
             find_initial=self._find_initial,
+            connect=self.transport.connect,
         )
         run_writer.start_attempt(job.reader.store, plan.config, self.transport, plan.changes)
         return JobHandle(job.reader, self)
@@ -152,6 +161,13 @@ class Client:
 
     def _reader(self, run_key: str) -> RunReader:
         return RunReader(open_store(self.store_url), run_key)
+
+    def _check_id(self, config: RunConfig) -> None:
+        """Actors, jobs and disk folders go by the run's id alone: one experiment has it."""
+        entry = _index_entry(open_store(self.store_url), layout.index_key(config.run_id))
+        if entry is not None and entry["run_key"] != config.run_key:
+            diff = f"it is {entry['run_key']}, not {config.run_key}"
+            raise RunExistsError(run=config.run_id, diff=diff)
 
     def _find_initial(self, init: Init) -> InitConfig:
         return find_initial(init, lambda run: self.get(run).reader)

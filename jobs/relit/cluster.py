@@ -33,6 +33,7 @@ from relit.errors import ClusterStartError, ClusterUnreachableError
 START_TIMEOUT_S = 120.0
 TEMP_PREFIX = "relit-"  # of Ray's session folder; short, because socket paths end at 107 bytes
 _ANSWER_TIMEOUT_S = 5.0
+_PATIENCE_S = 30.0  # with a cluster whose keeper lives
 _SUBMIT_S = 10.0  # somebody who asked for the cluster this lately may be about to submit
 _OVER = {"SUCCEEDED", "FAILED", "STOPPED"}
 _PRIVATE = 0o600
@@ -91,10 +92,7 @@ def ensure_local_cluster() -> ClusterInfo:
     """The local cluster, started if it is not up."""
     with cluster_lock(START_TIMEOUT_S):
         touch_path().touch(mode=_PRIVATE)
-        found = local_cluster()
-        if found:
-            return found
-        return _start_keeper()
+        return local_cluster() or _once_it_answers() or _start_keeper()
 
 
 def cluster_named(address: str | None) -> str:
@@ -108,6 +106,21 @@ def local_cluster() -> ClusterInfo | None:
     info = read_record()
     if info and process_ticks(info.keeper_pid) == info.keeper_ticks and answers(info.dashboard_url):
         return info
+    return None
+
+
+def _once_it_answers() -> ClusterInfo | None:
+    """The cluster of a keeper that lives, for a busy machine lets its dashboard wait; None: no
+    keeper lives. Never another one beside it: its files are those of what trains there.
+    """
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while (info := read_record()) and process_ticks(info.keeper_pid) == info.keeper_ticks:
+        if answers(info.dashboard_url):
+            return info
+        if time.monotonic() > deadline_s:
+            cause = f"the one that is there (keeper {info.keeper_pid}) lives, but does not answer"
+            raise ClusterStartError(cause=cause, log=str(log_path()))
+        time.sleep(0.25)
     return None
 
 

@@ -1,6 +1,6 @@
 """A tool takes a run's lease while it changes what the run owns, as a supervisor does.
 
-A supervisor that is alive refuses it that way, and one that starts meanwhile waits. A thread renews
+A supervisor that is alive refuses it that way, and a resume meanwhile is refused. A thread renews
 the lease while the work goes on: the upload of one file may take longer than a lease lasts.
 """
 
@@ -20,6 +20,7 @@ from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.errors import FencedError, StoreError
 from relit_storage.run.lease import Lease
 
+TOOL = "relit ckpt"  # what the holder of a tool's lease begins with
 LEASE_S = 20.0  # a supervisor outwaits a tool that was killed
 THREAD = "relit-lease"
 OnBytes = Callable[[int], None]
@@ -90,7 +91,7 @@ def driving(reader: RunReader, verb: str) -> Iterator[HeldLease]:
     state = reader.status()["state"]
     if state not in OVER:
         raise RunAliveError(run=reader.run_id, state=state, verb=verb)
-    holder = f"relit ckpt {verb} on {socket.gethostname()}, pid {os.getpid()}"
+    holder = f"{TOOL} {verb} on {socket.gethostname()}, pid {os.getpid()}"
     held = HeldLease(Lease.take(reader.store, reader.run_id, holder, time.time(), LEASE_S))
     try:
         CommitLog(reader.store).append_epoch(held.epoch, at_s=time.time(), holder=holder)

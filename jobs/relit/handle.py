@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from relit.commands import send_command
-from relit.errors import NotFinishedError, RunFinishedError
+from relit.errors import ClusterUnreachableError, NotFinishedError, RunFinishedError
 from relit.reading import RunReader
 from relit.run_state import IMPORTED, LOST, OVER, PENDING, TERMINAL
 from relit.spec.resolve import run_directory
@@ -143,7 +143,7 @@ class JobHandle:
         RunFinishedError if the run is over.
         """
         status = self.status()
-        if status["state"] in TERMINAL:
+        if status["state"] in TERMINAL or status["state"] == IMPORTED:
             raise RunFinishedError(run=self.id, state=status["state"], verb="stop")
         number = send_command(self._reader.store, "stop", self._redact.text(reason), time.time())
         self._tell_supervisor(reason)
@@ -171,7 +171,10 @@ class JobHandle:
         attempts = self._reader.attempts()
         if not attempts:
             return
-        job = self._client.transport.status(str(attempts[-1]["submission_id"]))
+        try:
+            job = self._client.transport.status(str(attempts[-1]["submission_id"]))
+        except ClusterUnreachableError:
+            return  # the run directory says what becomes of it
         if job and job[0] in ("FAILED", "STOPPED") and self.status()["state"] == PENDING:
             why = f"its Ray job {job[0].lower()}: {self._redact.text(job[1])[-1500:]}"
             raise NotFinishedError(run=self.id, state=PENDING, why=why)

@@ -137,7 +137,10 @@ class Keeper:
             return True
 
     def _end(self) -> None:
-        """End every process of the cluster, then its files."""
+        """End every process of the cluster, then its files. The record goes first, so none finds us
+        ending; who waits for the end waits for this process's.
+        """
+        self._forget()
         if self._head is not None and self._head.poll() is None:
             self._head.send_signal(signal.SIGTERM)
             try:
@@ -145,7 +148,6 @@ class Keeper:
             except subprocess.TimeoutExpired:
                 self._head.kill()
         end_descendants(_KILL_S)
-        self._forget()
         if self._temp_dir:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 

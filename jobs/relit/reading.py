@@ -54,10 +54,6 @@ class RunReader:
             return False
         return not self.store.list("events/")
 
-    def never_driven(self) -> bool:
-        """True if no supervisor has ever taken this run's lease."""
-        return read_lease(self.store) is None
-
     def is_driven(self) -> bool:
         """True while a supervisor's lease is in force."""
         lease = read_lease(self.store)

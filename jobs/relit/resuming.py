@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from relit import drift, run_writer
 from relit.commands import send_command
+from relit.driving import TOOL
 from relit.errors import BadInputError, RunFinishedError
 from relit.initial import FindInitial
 from relit.reading import RunReader
@@ -16,7 +17,9 @@ from relit.spec import files
 from relit.spec.model import JobSpec
 from relit.spec.resolve import build_config, resolve
 from relit_platform.run_config import RunConfig
+from relit_storage.errors import LeaseHeldError
 from relit_storage.run import layout
+from relit_storage.run.lease import read_lease
 
 _DRIFT_NAMES = ("config", "code", "data")
 _RESUMABLE = frozenset({"STOPPED", "FAILED", LOST})
@@ -24,10 +27,11 @@ _RESUMABLE = frozenset({"STOPPED", "FAILED", LOST})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Continuation:
-    """What the next attempt runs, and how it differs from what ran before."""
+    """What the next attempt runs, and how it differs from what ran before; spec: if it is new."""
 
     config: RunConfig
     changes: drift.Changes
+    spec: JobSpec | None = None
 
 
 def resume_run(
@@ -37,12 +41,14 @@ def resume_run(
     overrides: Sequence[str] = (),
     allow: Sequence[str] = (),
     find_initial: FindInitial,
+    connect: Callable[[], None],
 ) -> Continuation:
     """Check, write the configuration of the next attempt, and make the run live again.
 
     The "resume" command overtakes every earlier stop; the old result.json moves aside last, since
-    from then on a supervisor may start. find_initial is asked if `init` is another one now. Raises
-    RunFinishedError, DriftError, SpecError.
+    from then on a supervisor may start. find_initial is asked if `init` is another one now. connect
+    finds the cluster, before anything is changed. Raises RunFinishedError, DriftError, SpecError,
+    LeaseHeldError while checkpoints of the run are being deleted, and what connect raises.
     """
     for name in allow:
         if name not in _DRIFT_NAMES:
@@ -50,6 +56,7 @@ def resume_run(
     status = reader.status()
     if status["state"] not in _RESUMABLE:
         raise RunFinishedError(run=reader.run_id, state=status["state"], verb="resume")
+    _check_no_tool_works(reader)
     old = reader.config()
     if old is None:
         raise BadInputError(f"run {reader.run_id} was never wholly submitted; submit it again.")
@@ -57,12 +64,29 @@ def resume_run(
     # A changed config or code that was allowed once is in the newest checkpoint or about to be.
     allowed = set(allow) | (set(old.allow_drift) & {"config", "code"})
     config = dataclasses.replace(plan.config, allow_drift=tuple(sorted(allowed)))
+    connect()
+    if plan.spec is not None:
+        reader.store.put(layout.CONFIG, files.to_yaml(plan.spec).encode())
     reader.store.put(layout.RESOLVED, run_writer.to_json(config.to_json()))
     send_command(reader.store, "resume", "resume asked for", time.time())
     result = reader.result()
     if result is not None:
         run_writer.archive_result(reader.store, result, len(reader.attempts()))
     return Continuation(config, plan.changes)
+
+
+def _check_no_tool_works(reader: RunReader) -> None:
+    """`relit ckpt` holds the run's lease while it deletes or imports, and a supervisor does not
+    wait for it. The lease of a supervisor that has just ended is no obstacle.
+    """
+    lease, now = read_lease(reader.store), time.time()
+    if lease is not None and lease.holder.startswith(TOOL) and lease.in_force(now):
+        raise LeaseHeldError(
+            run=reader.run_id,
+            holder=lease.holder,
+            epoch=lease.epoch,
+            expires_in_s=lease.expires_in_s(now),
+        )
 
 
 def _plan(
@@ -98,5 +122,4 @@ def _plan(
     else:
         initial = None if wanted.init is None else find_initial(wanted.init)
     config = dataclasses.replace(config, init=initial)
-    reader.store.put(layout.CONFIG, files.to_yaml(wanted).encode())
-    return Continuation(config, changes)
+    return Continuation(config, changes, wanted)

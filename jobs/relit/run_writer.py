@@ -46,14 +46,26 @@ def write_index(root: ObjectStore, config: RunConfig) -> None:
 def start_attempt(
     store: ObjectStore, config: RunConfig, transport: JobTransport, changes: Changes | None = None
 ) -> str:
-    """Number a new attempt by exclusive create and hand it to Ray; its submission id."""
-    submission_id = _number_attempt(store, config, changes or {})
-    hand_over(config, submission_id, transport)
-    return submission_id
+    """Number a new attempt by exclusive create and hand it to Ray; its submission id.
+
+    A number whose job the cluster remembers as over, of a run directory that is gone, say, is left.
+    """
+    while True:
+        submission_id = _number_attempt(store, config, changes or {})
+        if hand_over(config, submission_id, transport):
+            return submission_id
 
 
-def hand_over(config: RunConfig, submission_id: str, transport: JobTransport) -> None:
-    """Submit the Ray job of an attempt; again for one whose submit was cut off."""
+def start_first(store: ObjectStore, config: RunConfig, transport: JobTransport) -> None:
+    """The first attempt: of several submitters at once all hand over the same Ray job."""
+    body = to_json(_attempt(config, 1, {}))
+    store.put_if_absent(layout.attempt_key(1), body)
+    if not hand_over(config, _submission_id(config, 1), transport):
+        start_attempt(store, config, transport)
+
+
+def hand_over(config: RunConfig, submission_id: str, transport: JobTransport) -> bool:
+    """Submit the Ray job of an attempt, again if the submit was cut off. False: it is over."""
     metadata = {
         "name": config.name,
         "job_name": config.name,  # what Ray's dashboard calls it
@@ -63,24 +75,31 @@ def hand_over(config: RunConfig, submission_id: str, transport: JobTransport) ->
         "run_directory": run_directory(config.store, config.run_key),
     }
     command = entrypoint_command(config.store, config.run_key, submission_id)
-    transport.submit(submission_id, command, metadata)
+    return transport.submit(submission_id, command, metadata)
 
 
 def _number_attempt(store: ObjectStore, config: RunConfig, changes: Changes) -> str:
     first = len(store.list(layout.ATTEMPT_PREFIX)) + 1
     for number in range(first, _MAX_ATTEMPTS):
-        submission_id = f"{config.run_id}-a{number}"
-        body = {
-            "n": number,
-            "submission_id": submission_id,
-            "at_s": time.time(),
-            "owner": login_name(),
-            "changes": {path: list(pair) for path, pair in changes.items()},
-            "allow": list(config.allow_drift),
-        }
-        if store.put_if_absent(layout.attempt_key(number), to_json(body)):
-            return submission_id
+        body = to_json(_attempt(config, number, changes))
+        if store.put_if_absent(layout.attempt_key(number), body):
+            return _submission_id(config, number)
     raise BadInputError(f"run {config.run_id} has {_MAX_ATTEMPTS} attempts; start a new run.")
+
+
+def _submission_id(config: RunConfig, number: int) -> str:
+    return f"{config.run_id}-a{number}"
+
+
+def _attempt(config: RunConfig, number: int, changes: Changes) -> dict[str, Any]:
+    return {
+        "n": number,
+        "submission_id": _submission_id(config, number),
+        "at_s": time.time(),
+        "owner": login_name(),
+        "changes": {path: list(pair) for path, pair in changes.items()},
+        "allow": list(config.allow_drift),
+    }
 
 
 def archive_result(store: ObjectStore, result: Mapping[str, Any], attempt: int) -> None:

@@ -14,9 +14,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from relit.cluster import ClusterInfo, cluster_named, ensure_cluster, local_cluster, set_auth_mode
-from relit.errors import ClusterUnreachableError
+from relit.errors import BadInputError, ClusterUnreachableError
 
 STOP_WAIT_S = 300  # `ray job stop` waits this long for the commit at the next boundary
+OVER_IN_RAY = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 JOB_ENV = {"RAY_JOB_STOP_SIGNAL": "SIGTERM", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
 
 
@@ -30,8 +31,12 @@ class JobTransport(Protocol):
         """
         ...
 
-    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
-        """Start a Ray job. Repeating an id that exists is not an error: it is the same job."""
+    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> bool:
+        """Start a Ray job. Repeating the id of one that lives is no error: it is the same job.
+
+        False, and nothing is started, if a job of this id is over: another id is needed.
+        BadInputError if the id is taken by another run's job.
+        """
         ...
 
     def status(self, submission_id: str) -> tuple[str, str] | None:
@@ -52,10 +57,12 @@ class RayJobs:
         self._client: Any = None
 
     def connect(self) -> None:
-        """See JobTransport."""
+        """See JobTransport. Looks again each time for a local cluster, which ends when idle."""
+        if not cluster_named(self._address):
+            self._info = self._client = None
         self._connect()
 
-    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
+    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> bool:
         """See JobTransport. The runtime environment holds a few variables and no working_dir:
         the code travels through the run directory.
         """
@@ -67,9 +74,16 @@ class RayJobs:
                 metadata=dict(metadata),
                 runtime_env={"env_vars": JOB_ENV},
             )
-        except RuntimeError as error:
-            if self.status(submission_id) is None:
+        except (RuntimeError, OSError) as error:  # requests' errors are OSErrors
+            there = self._job(client, submission_id)
+            if there is None:
                 raise self._unreachable(error) from None
+            whose = (there.metadata or {}).get("run_directory")
+            if whose != metadata.get("run_directory"):
+                text = f"the cluster has a job {submission_id} of another run, {whose}"
+                raise BadInputError(f"{text}; choose another run_id.") from None
+            return str(there.status) not in OVER_IN_RAY
+        return True
 
     def status(self, submission_id: str) -> tuple[str, str] | None:
         """See JobTransport. Never starts a cluster: one that is gone knows no job."""
@@ -77,14 +91,17 @@ class RayJobs:
             self._info = local_cluster()
             if self._info is None:
                 return None
-        client = self._connect()
+        info = self._job(self._connect(), submission_id)
+        return None if info is None else (str(info.status), str(info.message or ""))
+
+    def _job(self, client: Any, submission_id: str) -> Any:
+        """What Ray knows of a job, or None."""
         try:
-            info = client.get_job_info(submission_id)
-        except RuntimeError as error:
+            return client.get_job_info(submission_id)
+        except (RuntimeError, OSError) as error:
             if "404" in str(error) or "does not exist" in str(error):
                 return None
             raise self._unreachable(error) from None
-        return str(info.status), str(info.message or "")
 
     def where(self) -> str:
         """See JobTransport."""

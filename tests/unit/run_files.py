@@ -27,14 +27,18 @@ class FakeJobs:
         self.jobs: dict[str, tuple[str, Mapping[str, str]]] = {}
         self.statuses: dict[str, tuple[str, str]] = {}
         self.down = False
+        self.over: set[str] = set()  # ids that the cluster remembers of jobs that have ended
 
     def connect(self) -> None:
         if self.down:
             raise ClusterUnreachableError(address="http://nowhere:1", cause="refused")
 
-    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
+    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> bool:
         self.connect()
+        if submission_id in self.over:
+            return False
         self.jobs[submission_id] = (entrypoint, metadata)
+        return True
 
     def status(self, submission_id: str) -> tuple[str, str] | None:
         return self.statuses.get(submission_id)

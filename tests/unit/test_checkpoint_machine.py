@@ -265,6 +265,35 @@ def test_adopted_steps_go_on_where_they_were() -> None:
     assert game.feed(Adopted(checkpoint=replace(there, on_object=True))).phase(40) == "durable"
 
 
+def half(step: int) -> Checkpoint:
+    """A published step of which one node's shard is here; the other node is away."""
+    there = {0: shard(step)}
+    return Checkpoint(step=step, generation=1, world=2, shards=there, published=True)
+
+
+def test_what_may_be_whole_on_nodes_that_are_away_is_not_given_up() -> None:
+    game = Game(replace(LIMITS, object=NOWHERE))
+    game.feed(*(Adopted(checkpoint=half(step)) for step in (5, 6, 7)))
+    assert not game.book.saving
+    game.now += 1e6
+    assert not game.feed(Deadline()).of(Discard)
+    assert not game.committed(10).of(Discard), "a newer step is no reason"
+    assert {game.phase(step) for step in (5, 6, 7)} == {"open"}
+    back = replace(half(7), shards={1: shard(7, rank=1, node="n2")})
+    assert game.feed(Adopted(checkpoint=back)).of(Publish), "the other node is there again"
+    assert game.feed(Published(step=7, generation=1)).phase(7) == "committed"
+    assert (game.phase(5), game.phase(6)) == ("expired", "expired"), "two newer ones are kept"
+
+
+def test_a_half_goes_when_all_that_is_kept_is_newer_unless_it_is_pinned() -> None:
+    game = Game(replace(LIMITS, object=NOWHERE))
+    game.pins = frozenset({5})
+    game.feed(Adopted(checkpoint=half(5)), Adopted(checkpoint=half(6)))
+    game.committed(10).committed(11)
+    assert [(gone.step, gone.nodes) for gone in game.of(Discard)] == [(6, ("n1",))]
+    assert (game.phase(5), game.phase(6)) == ("open", "expired")
+
+
 def test_adopting_what_is_known_already() -> None:
     whole = {s.rank: s for s in shards(5)}
     there = Checkpoint(step=5, generation=1, world=2, shards=whole, on_disk=True)

@@ -227,6 +227,16 @@ def test_picture_shows_what_matters() -> None:
     assert "\nstep" in text  # the bar has a line of its own
 
 
+def test_brackets_in_what_users_write_are_no_markup(shell: Shell) -> None:
+    console = Console(width=100, file=io.StringIO(), record=True)
+    incident = "Incident 1: rank 0 raised ValueError: no shard in [/data/a] [enforce fail]"
+    console.print(picture({"state": "RUNNING", "run_id": "r", "last_incident": incident}))
+    assert "no shard in [/data/a] [enforce fail]" in console.export_text()
+    run = shell.submit('owner="[/ml]"')
+    code, out, _ = shell.run("ls")
+    assert code == 0 and run in out and "[/ml]" in out
+
+
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: Shell, name: str) -> None:
     code, out, _ = shell.run("completion", name)

@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from run_files import Driver, FakeJobs, make_spec, submit, write_code
 
+from relit import run_writer
 from relit.client import Client
 from relit.errors import (
     AmbiguousRunError,
@@ -20,7 +23,10 @@ from relit.errors import (
     StoreUnwritableError,
 )
 from relit.spec.resolve import run_directory
+from relit.transport import RayJobs
+from relit_storage.errors import LeaseHeldError
 from relit_storage.run import layout
+from relit_storage.run.lease import Lease
 
 
 @pytest.fixture
@@ -252,3 +258,118 @@ def test_wait_gives_the_end_times_out_and_explains_a_failed_job(
     Driver(job.reader.store, job.id, time.time()).result(time.time(), state="FAILED", reason="r")
     assert job.wait(timeout_s=5)["state"] == "FAILED"
     assert job.result()["reason"] == "r"
+
+
+def stopped_run(client: Client, code: Path, run_id: str = "mine") -> Any:
+    """The handle of a run that was stopped at step 7."""
+    job = submit(client, code, run_id=run_id)
+    driver = Driver(job.reader.store, job.id, time.time())
+    driver.event("run.state", time.time())
+    driver.result(time.time(), state="STOPPED", step=7, reason="")
+    return job
+
+
+def test_a_resume_without_a_cluster_changes_nothing(
+    client: Client, jobs: FakeJobs, code: Path
+) -> None:
+    job = stopped_run(client, code)
+    before = {key: job.reader.store.get(key) for key in job.reader.store.list("")}
+    jobs.down = True
+    with pytest.raises(ClusterUnreachableError):
+        job.resume(overrides=["config.lr=0.5"], allow=["config"])
+    assert {key: job.reader.store.get(key) for key in job.reader.store.list("")} == before
+    jobs.down = False
+    job.resume()
+    assert list(jobs.jobs) == ["mine-a1", "mine-a2"]
+
+
+def test_a_resume_while_checkpoints_are_deleted_is_refused(
+    client: Client, jobs: FakeJobs, code: Path
+) -> None:
+    job = stopped_run(client, code)
+    held = Lease.take(job.reader.store, job.id, "relit ckpt gc on host, pid 1", time.time(), 20.0)
+    with pytest.raises(LeaseHeldError, match="relit ckpt gc"):
+        job.resume()
+    assert job.status()["state"] == "STOPPED" and list(jobs.jobs) == ["mine-a1"]
+    held.release(time.time())
+    job.resume()
+    # A supervisor that has written the result and not released its lease yet is no obstacle.
+    other = stopped_run(client, code, run_id="other")
+    Lease.take(other.reader.store, other.id, "cluster/actor", time.time(), 20.0)
+    other.resume()
+
+
+def test_a_run_id_belongs_to_one_experiment(client: Client, jobs: FakeJobs, code: Path) -> None:
+    submit(client, code, run_id="mine")
+    with pytest.raises(RunExistsError, match="it is default/mine, not b/mine"):
+        submit(client, code, run_id="mine", experiment="b")
+    assert client.get("mine").reader.run_key == "default/mine" and len(jobs.jobs) == 1
+
+
+def test_a_job_that_the_cluster_remembers_as_over_is_not_this_one(
+    client: Client, jobs: FakeJobs, code: Path
+) -> None:
+    """The store was emptied, or the driver ended before it could begin."""
+    jobs.over = {"mine-a1", "mine-a2"}
+    job = submit(client, code, run_id="mine")
+    assert list(jobs.jobs) == ["mine-a3"]
+    jobs.over.add("mine-a3")
+    assert submit(client, code, run_id="mine").id == job.id
+    assert list(jobs.jobs) == ["mine-a3", "mine-a4"]
+
+
+def test_several_submitters_at_once_start_one_job(
+    client: Client, jobs: FakeJobs, code: Path
+) -> None:
+    job = submit(client, code, run_id="mine")
+    config = job.reader.config()
+    assert config is not None
+    run_writer.start_first(job.reader.store, config, jobs)  # one that saw no attempt either
+    assert list(jobs.jobs) == ["mine-a1"] and len(job.reader.attempts()) == 1
+
+
+def test_a_submit_into_a_home_of_imports_is_completed(
+    client: Client, jobs: FakeJobs, code: Path
+) -> None:
+    job = submit(client, code, run_id="base")
+    now = time.time()
+    Lease.take(job.reader.store, "base", "relit ckpt import", now, 20.0).release(now)
+    jobs.jobs.clear()  # the submit died before Ray heard of it
+    submit(client, code, run_id="base")
+    assert list(jobs.jobs) == ["base-a1"]
+
+
+class RayClient:
+    """Ray's job client, with one job of some run directory."""
+
+    def __init__(self, status: str, directory: str) -> None:
+        self.status, self.directory = status, directory
+
+    def submit_job(self, **_: Any) -> str:
+        raise RuntimeError("Request failed: job x-a1 already exists")
+
+    def get_job_info(self, submission_id: str) -> Any:
+        if self.status == "gone":
+            raise ConnectionError("Connection refused")  # as requests' errors, an OSError
+        metadata = {"run_directory": self.directory}
+        return SimpleNamespace(status=self.status, message="", metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("status", "directory", "outcome"),
+    [
+        ("RUNNING", "/s/x", True),
+        ("FAILED", "/s/x", False),
+        ("RUNNING", "/other/x", BadInputError),
+        ("gone", "/s/x", ClusterUnreachableError),
+    ],
+)
+def test_an_id_that_ray_knows_already(status: str, directory: str, outcome: Any) -> None:
+    jobs = RayJobs("http://somewhere:8265")
+    jobs._client = RayClient(status, directory)
+    jobs._info = SimpleNamespace(dashboard_url="http://somewhere:8265")  # type: ignore[assignment]
+    if isinstance(outcome, bool):
+        assert jobs.submit("x-a1", "true", {"run_directory": "/s/x"}) is outcome
+    else:
+        with pytest.raises(outcome):
+            jobs.submit("x-a1", "true", {"run_directory": "/s/x"})

@@ -29,6 +29,7 @@ from relit.errors import (
     ImportCommitError,
     RelitError,
     RunAliveError,
+    RunFinishedError,
     SourceRefusedError,
 )
 from relit.exporting import Format, export, select
@@ -251,6 +252,8 @@ def test_an_imported_run_is_found_and_says_what_it_is(client: Client, tmp_path: 
     for job in (client.get("in"), client.get("i"), client.get(made.directory)):
         status = job.status()
         assert (job.id, status["state"]) == ("in", IMPORTED)
+        with pytest.raises(RunFinishedError, match=IMPORTED):
+            job.stop()  # it would hit the run that is submitted here one day
     assert [run["run_id"] for run in client.list()] == ["in"]
     bring(client, weights(tmp_path), step=5)
     assert [c["step"] for c in client.get("in").reader.checkpoints()] == [5, 0]

@@ -84,6 +84,7 @@ def test_a_full_queue_is_a_failure_of_that_step_only(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(keeper_module, "persist_slot", slow)
+    monkeypatch.setattr(keeper_module, "PERSISTS_QUEUED", 8)
     keeper = node.boot()
     keeper.hello("w0", os.getpid(), 1)
     paths = keeper.open_slots("w0", 12, LAYOUT.total_bytes, 100)
@@ -96,6 +97,27 @@ def test_a_full_queue_is_a_failure_of_that_step_only(
     assert all("queue is full" in fact.reason for fact in failed)
     assert {f.step for f in done} | {f.step for f in failed} == set(range(12))
     wait_until(lambda: not any(Slot.open(p).pinned for p in paths), "all unpinned")
+
+
+def test_all_ranks_of_a_large_node_may_ask_at_once(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    real = persist_slot
+
+    def slow(*args: Any, **kwargs: Any) -> ShardPersisted:
+        gate.wait(10)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(keeper_module, "persist_slot", slow)
+    keeper = node.boot()
+    for rank in range(16):
+        keeper.hello(f"w{rank}", os.getpid(), 1)
+        [path] = keeper.open_slots(f"w{rank}", 1, LAYOUT.total_bytes, 100)
+        snapshot(keeper, path, 7, rank=rank, world=16)
+        keeper.persist(f"w{rank}", path, 7, 1)
+    gate.set()
+    assert {fact.rank for fact in node.wait_for(ShardPersisted, 16)} == set(range(16))
 
 
 @pytest.mark.parametrize("set_back_s", [0.0, 3600.0])

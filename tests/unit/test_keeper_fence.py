@@ -1,8 +1,13 @@
 """The keeper: what is published once stays, what is old is refused, the dead are reported."""
 
 import dataclasses
+import errno
+import gc
 import os
+import threading
 import time
+import weakref
+from typing import Any
 
 import pytest
 from node_harness import (
@@ -14,9 +19,15 @@ from node_harness import (
     worker,
 )
 
+from relit_platform.errors import PlatformError
 from relit_platform.facts import ShardFailed, WorkerExited
+from relit_platform.node import adoption, workers
+from relit_platform.node import keeper as keeper_module
+from relit_platform.node.disk_tier import Fence, load_fence
 from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.node.keeper import NodeKeeper
+from relit_platform.node.processes import kill_and_wait
+from relit_platform.node.task_thread import TaskThread
 from relit_storage.errors import CommitConflictError, FencedError, ManifestError
 from relit_storage.run.layout import manifest_key
 
@@ -127,3 +138,83 @@ def test_a_stop_reaches_the_workers_page(node: Node) -> None:
     assert control.stop_requested == 0
     keeper.set_stop(3)
     assert control.stop_requested == 3
+
+
+# ---- a full disk, a full memory, a process that does not die ----
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_keeps_no_node_out_of_a_restore(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = node.boot()
+    keeper.hello("old", node.child(), 1)
+    saved = load_fence(keeper._folders.fence)
+    with monkeypatch.context() as full:
+        full.setattr(keeper_module, "save_fence", no_space)
+        keeper.seal(epoch=2, generation=5)
+        assert [fact.worker_id for fact in node.wait_for(WorkerExited)] == ["old"]
+        with pytest.raises(FencedError):
+            keeper.hello("late", os.getpid(), 1)
+    assert load_fence(keeper._folders.fence) == saved
+    keeper.seal(epoch=2, generation=5)  # the same again, with room: now it is durable
+    assert load_fence(keeper._folders.fence) == Fence(2, 5)
+
+
+def test_an_agent_comes_back_on_a_full_disk(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    abandon(node.boot())
+    monkeypatch.setattr(adoption, "write_file", no_space)
+    node.boot()
+
+
+def test_a_full_memory_hides_no_exit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = node.boot()
+    for name in ("a", "b"):
+        keeper.hello(name, node.child(), 1)
+    monkeypatch.setattr(workers, "write_file", no_space)
+    for child in node.children:
+        child.kill()
+    assert {fact.worker_id for fact in node.wait_for(WorkerExited, 2)} == {"a", "b"}
+    assert keeper.heartbeats() == []
+
+
+def test_a_worker_that_does_not_die_spares_no_other(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = node.boot()
+    stuck = node.child()
+    for name, pid in (("stuck", stuck), ("one", node.child()), ("two", node.child())):
+        keeper.hello(name, pid, 1)
+
+    def kill(pid: int, ticks: int, timeout_s: float) -> bool:
+        return pid != stuck and kill_and_wait(pid, ticks, timeout_s)
+
+    monkeypatch.setattr(keeper_module, "kill_and_wait", kill)
+    with pytest.raises(PlatformError, match="stuck"):
+        keeper.seal(epoch=2, generation=1)
+    assert {fact.worker_id for fact in node.wait_for(WorkerExited, 2)} == {"one", "two"}
+
+
+def test_a_thread_that_waits_holds_nothing_of_its_last_task() -> None:
+    class Held:
+        """What a task works on."""
+
+    thread = TaskThread("t", 1, lambda name, error: None)
+    thread.start()
+    held, done = Held(), threading.Event()
+    seen = weakref.ref(held)
+
+    def task(held: Held = held) -> None:
+        done.set()
+
+    thread.submit("key", task)
+    del task, held
+    assert done.wait(10)
+    deadline_s = time.monotonic() + 10
+    while thread.pending() or seen() is not None:
+        gc.collect()
+        assert time.monotonic() < deadline_s
+    thread.close(1)

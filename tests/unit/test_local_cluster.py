@@ -194,3 +194,29 @@ def test_doctor_reports_instead_of_raising(tmp_path: Path) -> None:
     findings = doctor.examine(str(tmp_path / "file" / "store"), "http://127.0.0.1:1")
     levels = {finding.check: finding.level for finding in findings}
     assert (levels["store"], levels["cluster"], levels["ray"]) == ("bad", "bad", "ok")
+
+
+@pytest.mark.parametrize("answers_at", [3, None])
+def test_a_cluster_that_lives_but_is_slow_is_waited_for_and_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_at: int | None
+) -> None:
+    temp_dir = tmp_path / "relit-abc"
+    temp_dir.mkdir()
+    ticks = cluster.process_ticks(os.getpid())
+    assert ticks is not None
+    living = replace(INFO, temp_dir=str(temp_dir), keeper_pid=os.getpid(), keeper_ticks=ticks)
+    cluster.write_record(living)
+    asked: list[str] = []
+
+    def answers(url: str, timeout_s: float = 0.0) -> bool:
+        asked.append(url)
+        return len(asked) == answers_at
+
+    monkeypatch.setattr(cluster, "answers", answers)
+    monkeypatch.setattr(cluster, "_PATIENCE_S", 0.0 if answers_at is None else 30.0)
+    if answers_at is None:
+        with pytest.raises(ClusterStartError, match="lives, but does not answer"):
+            cluster.ensure_local_cluster()
+    else:
+        assert cluster.ensure_local_cluster() == living
+    assert temp_dir.exists() and cluster.read_record() == living

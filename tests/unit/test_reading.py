@@ -130,7 +130,6 @@ def test_a_lease_is_judged_by_the_reader_s_clock(job: JobHandle, tmp_path: Path)
     clock = iter([NOW, NOW + 10 + MARGIN_S + 1])
     reader = RunReader(store, job.reader.run_key, clock=lambda: next(clock))
     assert [reader.is_driven(), reader.is_driven()] == [True, False]
-    assert not reader.never_driven()
 
 
 EVENTS: list[tuple[dict[str, Any], list[str]]] = [

@@ -15,6 +15,7 @@ from relit.cli.options import Output, address_option, json_option, make_client, 
 @json_option
 def doctor(address: str | None, store: str | None, out: Output) -> None:
     """Check what a run needs; exits 1 if something would break one. Starts and changes nothing."""
+    from rich.markup import escape
     from rich.table import Table
 
     from relit.doctor import examine
@@ -26,7 +27,7 @@ def doctor(address: str | None, store: str | None, out: Output) -> None:
         styles = {"ok": "green", "warn": "yellow", "bad": "bold red"}
         for finding in findings:
             mark = f"[{styles[finding.level]}]{finding.level}[/]"
-            table.add_row(mark, finding.check, finding.found)
+            table.add_row(mark, finding.check, escape(finding.found))
         out.console().print(table)
     sys.exit(1 if any(finding.level == "bad" for finding in findings) else 0)
 

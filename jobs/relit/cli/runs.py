@@ -20,6 +20,7 @@ _COLUMNS = ("RUN", "STATE", "STEP", "WORLD", "RECOVERIES", "AGE", "OWNER")
 @json_option
 def ls(store: str | None, out: Output) -> None:
     """List the runs of a store, newest first."""
+    from rich.markup import escape
     from rich.table import Table
 
     found = make_client(store).list()
@@ -28,7 +29,7 @@ def ls(store: str | None, out: Output) -> None:
         return
     table = Table(*_COLUMNS, box=None, pad_edge=False)
     for run in found:
-        table.add_row(*_cells(run, time.time()))
+        table.add_row(*map(escape, _cells(run, time.time())))
     out.console().print(table)
 
 

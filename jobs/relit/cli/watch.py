@@ -101,7 +101,7 @@ def picture(status: Mapping[str, Any]) -> RenderableType:
     if spacing := spacing_line(status):
         facts.add_row("spacing", spacing)
     if status.get("last_incident"):
-        facts.add_row("incident", str(status["last_incident"]))
+        facts.add_row("incident", Text(str(status["last_incident"])))
     return Group(head, Padding(bar), facts)  # a bar alone does not end its line
 
 

@@ -114,6 +114,7 @@ def checkpoints(found: Found) -> list[tuple[Checkpoint, bytes | None]]:
             world=world,
             shards=by_rank,
             on_disk=whole and _reads(manifests[key]),
+            published=key in manifests and _reads(manifests[key]),
         )
     for commit in found.commits:
         if not commit.generation:

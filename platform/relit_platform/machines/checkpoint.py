@@ -141,7 +141,8 @@ def _opened(book: CheckpointBook, key: Key, world: int, now: float) -> Outcome:
         return _ignore(book, "off the line"), []
     opened = Checkpoint(step=step, generation=generation, world=world, since_s=now)
     book = book.having(opened)
-    is_open = sorted((c for c in book.steps.values() if c.phase is OPEN), key=_age)
+    found = (c for c in book.steps.values() if c.phase is OPEN and not c.waits_for_nodes)
+    is_open = sorted(found, key=_age)
     if len(is_open) <= book.limits.max_open:
         return book, []
     return _abandon(book, is_open[0], "superseded by a newer step")
@@ -172,7 +173,7 @@ def _superseded(book: CheckpointBook, by: Checkpoint) -> Outcome:
     """Give up older steps that lack a shard: each rank persists in order, so it will not come."""
     actions = []
     for known in list(book.steps.values()):
-        if known.phase is OPEN and _age(known) < _age(by):
+        if known.phase is OPEN and not known.waits_for_nodes and _age(known) < _age(by):
             book, more = _abandon(book, known, "superseded by a newer step")
             actions.extend(more)
     return book, actions
@@ -286,6 +287,7 @@ def _merged(known: Checkpoint, found: Checkpoint) -> Checkpoint:
         shards={**found.shards, **known.shards},
         on_disk=known.on_disk or found.on_disk,
         on_object=known.on_object or found.on_object,
+        published=known.published or found.published,
         size=known.size or found.size,
     )
 
@@ -306,7 +308,8 @@ def _deadline(book: CheckpointBook, now: float) -> Outcome:
     for known in list(book.steps.values()):
         age_s = now - known.since_s
         more: list[Any] = []
-        if known.phase in (OPEN, PERSISTED) and age_s > book.limits.persist_deadline_s:
+        late = age_s > book.limits.persist_deadline_s and not known.waits_for_nodes
+        if known.phase in (OPEN, PERSISTED) and late:
             book, more = _abandon(book, known, f"not whole after {age_s:.0f} s")
         elif known.phase is UPLOADING and age_s > book.limits.upload_deadline_s:
             book, more = _upload_failed(book, known, f"not uploaded after {age_s:.0f} s")

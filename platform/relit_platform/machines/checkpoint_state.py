@@ -48,8 +48,9 @@ class Limits:
 class Checkpoint:
     """One step of one generation. shards: by rank, as acknowledged by the agents.
 
-    outward_s: when it was chosen for the object tier, or found there. size: bytes of its shards
-    where those are not known one by one; 0: not known either.
+    published: a manifest of it was seen, though not all shards: it may be whole on nodes that are
+    away. outward_s: when it was chosen for the object tier, or found there. size: bytes of its
+    shards where those are not known one by one; 0: not known either.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Checkpoint:
     uploaded: frozenset[int] = frozenset()
     on_disk: bool = False
     on_object: bool = False
+    published: bool = False
     reason: str = ""
     size: int = 0
 
@@ -87,8 +89,15 @@ class Checkpoint:
         return tuple(sorted({shard.node_id for shard in self.shards.values()}))
 
     @property
+    def waits_for_nodes(self) -> bool:
+        """True if what is missing can only be on nodes that are away: nobody gives it up."""
+        return self.published and self.phase in (CheckpointPhase.OPEN, CheckpointPhase.PERSISTED)
+
+    @property
     def saving(self) -> bool:
         """True while something about it is still to be done."""
+        if self.waits_for_nodes:
+            return False
         busy = (CheckpointPhase.OPEN, CheckpointPhase.PERSISTED, CheckpointPhase.UPLOADING)
         waits = self.phase is CheckpointPhase.COMMITTED and self.wants_object
         return self.phase in busy or waits

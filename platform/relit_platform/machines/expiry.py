@@ -37,7 +37,8 @@ def retained(book: CheckpointBook, pinned: frozenset[int]) -> Outcome:
         actions += more
         book, more = _by_policy(book, tier, pinned)
         actions += more
-    return book, actions
+    book, more = _halves(book, pinned)
+    return book, actions + more
 
 
 def discards(known: Checkpoint, reason: str) -> list[CheckpointAction]:
@@ -90,6 +91,24 @@ def _by_policy(book: CheckpointBook, tier: Tier, pinned: frozenset[int]) -> Outc
         actions.append(discard(known.key, tier, known.nodes, reason))
     if plan.short_bytes:
         actions.append(_over_cap(here[-1], tier, keep, plan.forecast_bytes))
+    return book, actions
+
+
+def _halves(book: CheckpointBook, pinned: frozenset[int]) -> Outcome:
+    """What waits for nodes that are away goes once every step that is kept is newer, and there are
+    as many of these as shall be.
+    """
+    kept = [c.step for c in book.on_line() if c.on_disk]
+    if len(kept) < max(1, book.limits.keep_disk.newest):
+        return book, []
+    actions: list[CheckpointAction] = []
+    for known in list(book.steps.values()):
+        wanted = known.key in book.protected or known.step in pinned
+        if known.waits_for_nodes and not wanted and known.step < min(kept):
+            reason = "older than all that is kept, and not whole on the nodes that are here"
+            left = replace(known, published=False, phase=CheckpointPhase.EXPIRED, reason=reason)
+            book = book.having(left)
+            actions.append(discard(known.key, "disk", known.nodes, reason))
     return book, actions
 
 

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from relit_platform.node.disk_tier import Fence, load_fence, save_fence
 from relit_platform.node.paths import FENCE_FILE
 from relit_platform.node.processes import start_ticks
-from relit_storage.checkpoint.durable import make_dirs, sync_dir, write_file
+from relit_storage.checkpoint.durable import make_dirs, read_file, sync_dir, write_file
 from relit_storage.run.layout import STEPS_PREFIX
 
 OWNER_FILE = "owner.json"
+MAX_OWNER_BYTES = 4096
 ADOPTED_PREFIX = "adopted-"
 MANIFEST_NAME = "manifest.json"
 MERGED_FOLDERS = (STEPS_PREFIX, "logs")
@@ -30,8 +31,17 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def claim(folder: str, owner_pid: int) -> None:
-    """Write down that `owner_pid` keeps this folder; durable."""
-    write_file(os.path.join(folder, OWNER_FILE), [json.dumps(_identity(owner_pid)).encode()])
+    """Write down that `owner_pid` keeps this folder; durable.
+
+    Nothing is written if it says so already: an agent comes back on a full disk, too.
+    """
+    path, data = os.path.join(folder, OWNER_FILE), json.dumps(_identity(owner_pid)).encode()
+    try:
+        if read_file(path, MAX_OWNER_BYTES) == data:
+            return
+    except OSError:
+        pass  # none yet
+    write_file(path, [data])
 
 
 def adopt_orphans(folder: str) -> list[str]:

@@ -20,6 +20,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from relit_platform.errors import PlatformError, UsageError
@@ -52,8 +53,8 @@ from relit_storage.errors import FencedError, StorageError
 from relit_storage.run.layout import manifest_key, step_prefix
 from relit_storage.stores.protocol import ObjectStore
 
-PERSISTS_QUEUED = 8
-UPLOADS_QUEUED = 32
+# All ranks of a node ask at once. Queued is a reference to what is there anyway: never the bound.
+PERSISTS_QUEUED = UPLOADS_QUEUED = 4096
 WATCH_WAIT_S = 0.05
 SWEEP_EVERY_S = 1.0
 LOGS_EVERY_S = 2.0
@@ -119,6 +120,7 @@ class NodeKeeper:
         self._uploader = Uploader(self._folders.disk, store, self._closing.wait)
         self._threads: list[threading.Thread] = []
         self._fence = Fence()
+        self._fence_saved = True
         self._fence_lock = threading.Lock()
         self._control: ControlPage | None = None
         self._waiting_pins: frozenset[str] = frozenset()
@@ -210,17 +212,19 @@ class NodeKeeper:
 
         Workers of older epochs get SIGKILL and are waited for. From then on their hellos, and
         persists and publications of generations below `generation`, are refused, also after a
-        restart. Raises FencedError if a newer epoch has sealed this node, PlatformError if a
-        process does not die.
+        restart unless the disk is full: that must not keep this node out of a restore. Raises
+        FencedError if a newer epoch has sealed this node, PlatformError if a process does not die.
         """
         with self._fence_lock:
             fence = self._fence.raised(epoch, generation)
-            if fence != self._fence:
-                save_fence(self._folders.fence, fence)
+            if fence != self._fence or not self._fence_saved:
                 self._fence = fence
-        for entry in self._workers.entries():
-            if entry.epoch < epoch:
-                self._kill(entry)
+                self._save_fence()
+        old = [entry for entry in self._workers.entries() if entry.epoch < epoch]
+        with ThreadPoolExecutor(max(1, len(old)), thread_name_prefix="seal") as pool:
+            ends = [pool.submit(self._kill, entry) for entry in old]
+        for end in ends:  # one that does not die spares no other
+            end.result()
 
     # ---- memory ----
 
@@ -455,6 +459,14 @@ class NodeKeeper:
     def _kill(self, entry: WorkerEntry) -> None:
         if not kill_and_wait(entry.pid, entry.start_ticks, KILL_TIMEOUT_S):
             raise PlatformError(f"worker {entry.worker_id} (pid {entry.pid}) does not die.")
+
+    def _save_fence(self) -> None:
+        try:
+            save_fence(self._folders.fence, self._fence)
+            self._fence_saved = True
+        except OSError as error:
+            self._fence_saved = False
+            self._crashed("fence", error)
 
     def _control_page(self) -> ControlPage:
         if self._control is None:

@@ -79,3 +79,5 @@ class TaskThread:
                 task()
             except Exception as error:  # a bug in one task must not end persisting for good
                 self._crashed(self._name, error)
+            finally:
+                del task  # it may hold a slot's memory: not while this thread waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -54,7 +55,7 @@ class WorkerRegister:
         with self._lock:
             if self._entries.get(entry.worker_id) != entry:
                 self._admit(entry)
-                self._save()
+            self._save()  # also if it is known: the memory may have been full the last time
 
     def remove(self, process: ProcessKey) -> list[tuple[WorkerEntry, Heartbeat]]:
         """Take out a process that has ended: its workers and their last signs of life."""
@@ -67,7 +68,8 @@ class WorkerRegister:
                 page.close()
                 _unlink_if_there(page.path)
             if found:
-                self._save()
+                with contextlib.suppress(OSError):  # memory is full: no reason to lose an exit
+                    self._save()  # the file names who is gone; the next life finds that out again
         return found
 
     def entries(self) -> list[WorkerEntry]:
