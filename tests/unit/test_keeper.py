@@ -73,17 +73,22 @@ def test_an_unpublished_step_is_replaced(node: Node) -> None:
     assert node.wait_for(ShardPersisted, 2)[1].checksums != first.checksums
 
 
-def test_a_full_queue_is_a_failure_of_that_step_only(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    real = persist_slot
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No slot is persisted before it is set."""
+    gate, real = threading.Event(), persist_slot
 
     def slow(*args: Any, **kwargs: Any) -> ShardPersisted:
         gate.wait(10)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(keeper_module, "persist_slot", slow)
+    return gate
+
+
+def test_a_full_queue_is_a_failure_of_that_step_only(
+    node: Node, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keeper_module, "PERSISTS_QUEUED", 8)
     keeper = node.boot()
     keeper.hello("w0", os.getpid(), 1)
@@ -99,17 +104,7 @@ def test_a_full_queue_is_a_failure_of_that_step_only(
     wait_until(lambda: not any(Slot.open(p).pinned for p in paths), "all unpinned")
 
 
-def test_all_ranks_of_a_large_node_may_ask_at_once(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    real = persist_slot
-
-    def slow(*args: Any, **kwargs: Any) -> ShardPersisted:
-        gate.wait(10)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(keeper_module, "persist_slot", slow)
+def test_all_ranks_of_a_large_node_may_ask_at_once(node: Node, gate: threading.Event) -> None:
     keeper = node.boot()
     for rank in range(16):
         keeper.hello(f"w{rank}", os.getpid(), 1)
