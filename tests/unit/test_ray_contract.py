@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup, worker_gr
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from relit_platform.ray_train import adapter, placement
+from relit_platform.ray_train import adapter, backend, placement
 
 
 def test_ray_is_the_pinned_version() -> None:
@@ -37,7 +37,7 @@ def test_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_replica_groups_are_off_by_default_and_on_for_ours() -> None:
     assert Backend.has_replica_groups is False
-    assert adapter.ReplicaBackendConfig().backend_cls.has_replica_groups is True
+    assert backend.ReplicaBackendConfig().backend_cls.has_replica_groups is True
 
 
 def test_controller_replaces_only_failed_replica_groups() -> None:

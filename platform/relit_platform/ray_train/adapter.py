@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.backend import Backend, BackendConfig
+from ray.train.backend import Backend
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from relit_platform.ray_train.backend import ReplicaBackendConfig
 from relit_platform.ray_train.placement import MAKER, NamingCallback
 from relit_platform.ray_train.repair import RepairCallback
 
@@ -45,32 +46,6 @@ SETTINGS = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",  # the run directory is the record, not the head node
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # the user's relative paths mean what they mean elsewhere
 }
-
-
-class ReplicaBackend(Backend):  # type: ignore[misc]
-    """Puts every worker into a replica group of its own and sets up nothing: the process group
-    is relit's, formed per generation inside the worker.
-    """
-
-    has_replica_groups = True
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Nothing to start."""
-
-    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Nothing to set up before the training function."""
-
-    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Nothing to shut down."""
-
-
-class ReplicaBackendConfig(BackendConfig):  # type: ignore[misc]
-    """Selects `ReplicaBackend`."""
-
-    @property
-    def backend_cls(self) -> type[ReplicaBackend]:
-        """The backend class that the controller instantiates."""
-        return ReplicaBackend
 
 
 class RunFailurePolicy(FailurePolicy):  # type: ignore[misc]

@@ -4,25 +4,49 @@ neither of them trains, so torch is first imported in a worker.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import ray
-
-from relit_platform.node.agent import get_or_create_agent
-from relit_platform.run_config import RunConfig
 
 
 def train_worker(loop_config: dict[str, Any]) -> None:
     """Runs in a thread of the Ray Train worker; see relit_platform.worker.entry."""
-    _start_agent(RunConfig.from_json(loop_config["run"]))
-    from relit_platform.worker import entry
+    with uncollected():
+        _start_agent(loop_config["run"])
+        # Every optimizer of torch's loads it when it is made; here that takes half the time.
+        import torch._dynamo  # noqa: F401
 
+        from relit_platform.worker import entry
     entry.train_worker(loop_config)
 
 
-def _start_agent(config: RunConfig) -> None:
+def _start_agent(run: dict[str, Any]) -> None:
     """Have this node's agent start while this process imports torch: both take over a second."""
+    import ray
+
+    from relit_platform.node.agent import get_or_create_agent
+    from relit_platform.run_config import RunConfig
+
     try:
-        get_or_create_agent(config, str(ray.get_runtime_context().get_node_id()))
+        node_id = str(ray.get_runtime_context().get_node_id())
+        get_or_create_agent(RunConfig.from_json(run), node_id)
     except (ray.exceptions.RayError, ValueError):
         pass  # the worker's hello tries again, with patience
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """For imports: no cyclic garbage collection while they last, and none of what they made later.
+
+    They only add, and the collector looks through all that is there again and again: a third of
+    the time that torch takes to load (docs/log.md), and of each full collection while training.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
