@@ -2,7 +2,8 @@
 
 Both write lines (what, step, wall time) into files of cfg["notes"]: "done" when rank 0 has
 completed a step, "kill" just before rank 1 kills itself, "from" with the step that a life of
-rank 0 begins after. cfg: data, steps, kill_at (steps), notes, and for ours status, hold.
+rank 0 begins after. cfg: data, steps, kill_at (steps), notes, and for ours run, status, and hold:
+what must wait for the next dead rank before it is killed, "spare", "standby" or "".
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from relit.examples.digits import DEFAULTS, Net
+from relit_platform.node.standby import standing
 from relit_storage.data.loader import Loader
 from relit_storage.data.table import TableDataset
 
@@ -72,22 +75,29 @@ def ours(run: Any, cfg: dict[str, Any]) -> None:
             noted = run.step_no
             note(cfg, "done", noted)
         if cfg["hold"] and step in cfg["kill_at"] and not killed(cfg, step).exists():
-            _until_a_spare_waits(Path(cfg["status"]))
+            _until(_a_spare_waits if cfg["hold"] == "spare" else _a_standby_waits, cfg)
         loss = functional.cross_entropy(model(batch["x"]), batch["y"])
         perhaps_die(cfg, run.rank, step)
         run.backward(loss)
         run.step(optimizer, loss=loss)
 
 
-def _until_a_spare_waits(status_path: Path) -> None:
+def _until(there: Callable[[dict[str, Any]], bool], cfg: dict[str, Any]) -> None:
     deadline_s = time.monotonic() + HOLD_S
-    while time.monotonic() < deadline_s:
-        status = json.loads(status_path.read_text())
-        mine = any(worker["pid"] == os.getpid() for worker in status["workers"])
-        if mine and status["phase"] == "running" and status["waiting"] > 0:
-            return
+    while not there(cfg):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no {cfg['hold']} came")
         time.sleep(LOOK_EVERY_S)
-    raise TimeoutError("no spare came")
+
+
+def _a_spare_waits(cfg: dict[str, Any]) -> bool:
+    status = json.loads(Path(cfg["status"]).read_text())
+    mine = any(worker["pid"] == os.getpid() for worker in status["workers"])
+    return bool(mine and status["phase"] == "running" and status["waiting"] > 0)
+
+
+def _a_standby_waits(cfg: dict[str, Any]) -> bool:
+    return bool(standing(cfg["run"], os.getppid(), (), idle=True))
 
 
 def peer(cfg: dict[str, Any]) -> None:

@@ -87,6 +87,7 @@ class RecoveryConfig:
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
     lease_s: float = 15.0
+    standby_processes: int = 1  # per node, see relit_platform.node.standby
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

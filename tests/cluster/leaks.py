@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relit import cluster
+from relit_platform.node.standby import RANK_OF
 
 PATIENCE_S = 30.0  # the keeper ends an idle cluster after 60
 LOOK_EVERY_S = 0.2
@@ -26,7 +27,12 @@ def left_by(root: Path, run_id: str, events: list[dict[str, Any]], *, disk: bool
     """One text for each thing; `events` name the run's workers, disk: its disk tier may stay."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        found = [*_files(root, run_id, disk), *_processes(events), *_on_the_cluster()]
+        found = [
+            *_files(root, run_id, disk),
+            *_processes(events),
+            *_standby(run_id),
+            *_on_the_cluster(),
+        ]
         if not found or time.monotonic() > deadline_s:
             return found
         time.sleep(LOOK_EVERY_S)
@@ -59,6 +65,17 @@ def _processes(events: list[dict[str, Any]]) -> Iterator[str]:
         _, pid, ticks = worker.rsplit("-", 2)
         if process_ticks(int(pid)) == int(ticks):
             yield f"worker process {pid}"
+
+
+def _standby(run_id: str) -> Iterator[str]:
+    """Whatever Ray started for the run's ranks, also what never became one, and what came of it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            env = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"{RANK_OF}={run_id}".encode() in env:
+            yield f"process {process.name} started for a rank"
 
 
 def process_ticks(pid: int) -> int | None:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray._private import ray_constants
+from ray.core.generated import node_manager_pb2
+from ray.runtime_context import RuntimeContext
 from ray.train import FailureConfig
 from ray.train.backend import Backend
 from ray.train.v2._internal.execution.controller import TrainController
@@ -19,7 +23,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup, worker_gr
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from relit_platform.ray_train import adapter, backend, placement
+from relit_platform.ray_train import adapter, backend, placement, prestart
 
 
 def test_ray_is_the_pinned_version() -> None:
@@ -149,3 +153,14 @@ def test_failures_with_a_process_start_in_between_are_no_circle() -> None:
     policy = adapter.RunFailurePolicy(Say(True), clock=lambda: next(now))
     decisions = {policy.make_decision(failed(RuntimeError("died"))) for _ in range(50)}
     assert decisions == {FailureDecision.RETRY}
+
+
+def test_processes_can_be_started_ahead_with_a_hook_of_ours() -> None:
+    assert prestart.HOOK == ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+    fields = node_manager_pb2.PrestartWorkersRequest.DESCRIPTOR.fields_by_name
+    assert {"language", "job_id", "runtime_env_info", "num_workers"} < set(fields)
+    assert "keep_alive_duration_secs" in fields
+    assert callable(RuntimeContext.get_runtime_env_string)
+    source = Path(ray.__file__).with_name("_private") / "workers" / "default_worker.py"
+    assert "load_and_execute_setup_hook(" in source.read_text()
+    assert "if worker_process_setup_hook_key:" in source.read_text()  # empty: none

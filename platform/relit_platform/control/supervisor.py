@@ -181,6 +181,7 @@ class RunSupervisor:
     def _fit(self, config: RunConfig) -> Exception | None:
         from relit_platform.ray_train.adapter import FitRequest, fit, missing_seams
         from relit_platform.ray_train.placement import remove_groups
+        from relit_platform.ray_train.prestart import rank_env
         from relit_platform.worker.start import train_worker
 
         assert self._lease is not None and self._pump is not None
@@ -188,6 +189,7 @@ class RunSupervisor:
             self._pump.fact(self._fact("ray.seam_missing", {"seam": seam}))
         self._attempt += 1
         scaling, run_id = config.scaling, config.run_id
+        standing_by = config.recovery.standby_processes > 0
         request = FitRequest(
             run_id=run_id,
             train_fn=train_worker,
@@ -199,6 +201,7 @@ class RunSupervisor:
             name=f"{run_id}-e{self._lease.epoch}",
             storage_path=os.path.join(config.checkpoint.disk_dir, run_id, "ray_train"),
             verdict=_Verdict(run_id, self._lease.epoch),
+            env=rank_env(run_id, scaling.gpus_per_worker) if standing_by else {},
         )
         try:
             remove_groups(run_id)  # of controllers that died, or must

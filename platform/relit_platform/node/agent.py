@@ -8,6 +8,7 @@ facts go to the manager "manager/<run_id>".
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.kept_rows import rows_beside
 from relit_platform.node.outbox import Outbox
 from relit_platform.node.paths import NodePaths
+from relit_platform.node.standby import Seed, Standby
+from relit_platform.ray_train.prestart import no_rank_env, prestart
 from relit_platform.run_config import RunConfig
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.prefixed import PrefixedStore
@@ -55,6 +58,7 @@ def agent_options(run_id: str, node_id: str) -> dict[str, Any]:
         "max_task_retries": 0,  # callers repeat calls themselves; see worker.manager_client
         "max_concurrency": CONCURRENCY,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        "runtime_env": {"env_vars": no_rank_env()},
     }
 
 
@@ -86,8 +90,17 @@ class NodeAgent:
             owner_pid=os.getppid(),  # the raylet: it outlives this actor's own restarts
             host=str(ray.util.get_node_ip_address()),
         )
+        self._standby = Standby(
+            run_id=run.run_id,
+            wanted=run.recovery.standby_processes,
+            ranks=lambda: {beat.pid for beat in self._keeper.heartbeats()},
+            ask=functools.partial(prestart, node_id),
+            say=self._no_standby,
+            clock=time.monotonic,
+        )
         self._outbox.start()
         self._keeper.start()
+        self._standby.start()
         self._outbox.put(
             Fact(
                 kind="agent.started",
@@ -101,9 +114,11 @@ class NodeAgent:
         """Who and where this is; also says how many facts were lost."""
         return {"node_id": self._node_id, "pid": os.getpid(), "dropped": self._outbox.dropped}
 
-    def hello(self, worker_id: str, pid: int, epoch: int) -> NodePaths:
-        """A worker process introduces itself."""
-        return self._keeper.hello(worker_id, pid, epoch)
+    def hello(self, worker_id: str, pid: int, epoch: int, seed: Seed | None = None) -> NodePaths:
+        """A worker process introduces itself, and says how Ray has started it."""
+        paths = self._keeper.hello(worker_id, pid, epoch)
+        self._standby.offer(seed)
+        return paths
 
     def open_slots(
         self, worker_id: str, count: int, image_bytes: int, extras_capacity: int
@@ -167,8 +182,20 @@ class NodeAgent:
 
     def close(self, remove_disk: bool) -> None:
         """End of the run: give back shared memory, and the disk tier if asked. Kill it after."""
+        self._standby.close()
         self._keeper.close(remove_disk)
         self._outbox.close(OUTBOX_CLOSE_S)
+
+    def _no_standby(self, refusal: str) -> None:
+        self._outbox.put(
+            Fact(
+                kind="standby.refused",
+                at_s=time.time(),
+                src=f"agent:{self._node_id[:8]}",
+                level="warning",
+                data={"node_id": self._node_id, "error": refusal},
+            )
+        )
 
 
 class ManagerDelivery:

@@ -112,7 +112,7 @@ class ReplicaTrainer(DataParallelTrainer):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitRequest:
-    """One `fit()`: train_fn(loop_config) runs in each of num_workers workers."""
+    """One `fit()`: train_fn(loop_config) runs in each of num_workers workers, with `env` set."""
 
     run_id: str
     train_fn: Callable[[dict[str, Any]], Any]
@@ -124,6 +124,7 @@ class FitRequest:
     name: str
     storage_path: str
     verdict: Callable[[str, bool], tuple[bool, str]]
+    env: dict[str, str]
 
 
 def missing_seams() -> list[str]:
@@ -167,6 +168,7 @@ def fit(request: FitRequest) -> list[str]:
         run_config=RunConfig(
             name=request.name,
             storage_path=request.storage_path,
+            worker_runtime_env={"env_vars": request.env},
             failure_config=FailureConfig(max_failures=-1, controller_failure_limit=10),
         ),
     )

@@ -28,6 +28,7 @@ import torch
 
 from relit_platform.errors import PlatformError, StaleMemberError
 from relit_platform.node.agent import get_or_create_agent
+from relit_platform.node.standby import Seed
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.context import RankContext, StopTraining, call_train
 from relit_platform.worker.drill import Drill
@@ -80,7 +81,8 @@ def _build(config: RunConfig, epoch: int) -> tuple[RankContext, Member, Recorder
     worker_id = f"{node_id[:8]}-{pid}-{_start_ticks(pid)}"
     store = PrefixedStore(open_store(config.store), config.run_key)
     agent = ActorLink(lambda: get_or_create_agent(config, node_id), patience_s=60.0)
-    paths = agent.call("hello", worker_id, pid, epoch)
+    seed = Seed(context.get_runtime_env_string(), str(context.get_job_id()))
+    paths = agent.call("hello", worker_id, pid, epoch, seed)
     _tee(paths.log_path, Redactor.from_environment(config.secret_names))
     manager = ManagerClient(config.run_id)
     recorder = Recorder(

@@ -5,9 +5,14 @@ neither of them trains, so torch is first imported in a worker.
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+PRELOAD = "RELIT_PRELOAD"  # modules, with commas
+LOADED = "relit-loaded"  # at most 15 characters
 
 
 def train_worker(loop_config: dict[str, Any]) -> None:
@@ -19,6 +24,20 @@ def train_worker(loop_config: dict[str, Any]) -> None:
 
         from relit_platform.worker import entry
     entry.train_worker(loop_config)
+
+
+def preload() -> None:
+    """Called by Ray when a process for ranks starts, with a rank or standing by: load what its
+    environment names. What fails is left to whoever needs it.
+    """
+    with uncollected():
+        for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                print(f"relit: {name} could not be loaded ahead: {error}", flush=True)
+    with open("/proc/self/comm", "w") as file:  # for whoever looks from outside
+        file.write(LOADED)
 
 
 def _start_agent(run: dict[str, Any]) -> None:

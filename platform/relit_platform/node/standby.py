@@ -1,0 +1,190 @@
+"""A standby process per node: idle, with everything loaded, for the next rank that Ray starts here.
+
+Most of a rank's start is one thread that loads Python, Ray and torch. Ray hands an idle process of
+the same runtime environment and job to the next actor that wants one; so each node keeps one of
+them in store. It holds no rank, no CPU, no GPU and no tensors, only some 350 MB of memory, and
+Ray ends it with the job. What it loads ahead is in its environment, see worker.start.preload.
+
+    a rank says hello  ->  SETTLE_S later: is one there?  ->  ask the raylet for what is missing
+                           every LOOK_EVERY_S: again          START_S later: again
+
+A node without one, because ranks died faster than it could load or because the raylet refuses,
+starts its ranks as Ray does. That, too, costs only time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from relit_platform.node.processes import ProcessKey, kill_and_wait, start_ticks
+from relit_platform.worker.start import LOADED
+
+RANK_OF = "RELIT_RANK_OF"  # in the environment of all processes that Ray starts for a run's ranks
+SETTLE_S = 3.0  # after a rank's hello: it is still starting, and should have the processors
+START_S = 30.0  # for a process that was asked for to show up
+LOOK_EVERY_S = 10.0
+REFUSED_S, REFUSED_MAX_S = 10.0, 600.0
+_END_S = 5.0
+_IDLE_TITLE = b"ray::IDLE"
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """What a rank of this node was started with, so that a process can be started alike.
+
+    runtime_env: as Ray writes it, byte for byte; job_id: in hex.
+    """
+
+    runtime_env: str
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known between two looks; times in seconds of one monotonic clock."""
+
+    seed: Seed | None = None
+    look_at_s: float = float("inf")
+    refused: int = 0
+
+
+def heard(outlook: Outlook, seed: Seed, now_s: float) -> Outlook:
+    """A rank has started: it may have taken the standby process."""
+    return replace(outlook, seed=seed, look_at_s=now_s + SETTLE_S)
+
+
+def looked(outlook: Outlook, wanted: int, there: int, now_s: float) -> tuple[Outlook, int]:
+    """How many processes to ask for now, when `there` of them were found."""
+    missing = max(0, wanted - there) if outlook.seed is not None else 0
+    pause_s = START_S if missing else LOOK_EVERY_S
+    return replace(outlook, look_at_s=now_s + pause_s), missing
+
+
+def answered(outlook: Outlook, refusal: str, now_s: float) -> Outlook:
+    """What came of asking; refusal is empty if the raylet starts them."""
+    if not refusal:
+        return replace(outlook, refused=0)
+    pause_s = min(REFUSED_S * 2**outlook.refused, REFUSED_MAX_S)
+    return replace(outlook, refused=outlook.refused + 1, look_at_s=now_s + pause_s)
+
+
+class Standby:
+    """Keeps `wanted` standby processes. `ask(seed, count)` raises if the raylet refuses; `ranks()`
+    are the pids of ranks that said hello; `say(refusal)` is called once for each row of refusals.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        wanted: int,
+        ranks: Callable[[], Collection[int]],
+        ask: Callable[[Seed, int], None],
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._run_id = run_id
+        self._wanted = wanted
+        self._ranks = ranks
+        self._ask = ask
+        self._say = say
+        self._clock = clock
+        self._outlook = Outlook()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="standby", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look; does nothing if none is wanted."""
+        if self._wanted:
+            self._thread.start()
+
+    def offer(self, seed: Seed | None) -> None:
+        """A rank said hello. Does not block; None: it does not know how it was started."""
+        if seed is None:
+            return
+        with self._changed:
+            self._outlook = heard(self._outlook, seed, self._clock())
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the standby processes; none is started from now on. Blocks until they are gone."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
+        for process in standing(self._run_id, os.getppid(), self._ranks()):
+            kill_and_wait(process.pid, process.start_ticks, _END_S)
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                left_s = self._outlook.look_at_s - self._clock()
+                if left_s > 0:
+                    self._changed.wait(min(left_s, LOOK_EVERY_S))
+                    continue
+            self._look()
+
+    def _look(self) -> None:
+        there = len(standing(self._run_id, os.getppid(), self._ranks()))
+        with self._changed:
+            self._outlook, missing = looked(self._outlook, self._wanted, there, self._clock())
+            seed = self._outlook.seed
+        if seed is None or not missing:
+            return
+        refusal = ""
+        try:
+            self._ask(seed, missing)
+        except Exception as error:  # of gRPC, of Ray: whatever it is, ranks start without
+            refusal = f"{type(error).__name__}: {error}"[:300]
+        with self._changed:
+            if refusal and not self._outlook.refused:
+                self._say(refusal)
+            self._outlook = answered(self._outlook, refusal, self._clock())
+
+
+def standing(
+    run_id: str, raylet: int, ranks: Collection[int], *, idle: bool = False
+) -> list[ProcessKey]:
+    """The raylet's child processes that were started for ranks of the run and hold none, those
+    that are still loading among them; idle: only those that have loaded and wait.
+    """
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) in ranks or _parent(name) != raylet:
+            continue
+        # Ranks that say no hello yet count: to look again is cheaper than one process too many.
+        if not _started_for(name, run_id) or (idle and not _waits(name)):
+            continue
+        ticks = start_ticks(int(name))
+        if ticks is not None:
+            found.append(ProcessKey(int(name), ticks))
+    return found
+
+
+def _started_for(pid: str, run_id: str) -> bool:
+    return f"{RANK_OF}={run_id}".encode() in _read(pid, "environ").split(b"\0")
+
+
+def _waits(pid: str) -> bool:
+    loaded = _read(pid, "comm").strip() == LOADED.encode()
+    return loaded and _read(pid, "cmdline").startswith(_IDLE_TITLE)
+
+
+def _parent(pid: str) -> int:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(fields[1]) if len(fields) > 1 and fields[0] != b"Z" else 0
+
+
+def _read(pid: str, what: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{what}", "rb") as file:
+            return file.read()
+    except OSError:  # gone, or another user's
+        return b""

@@ -1,0 +1,197 @@
+"""One idle process per node: when it is asked for, how it is found, what it has loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from relit_platform.node import standby
+from relit_platform.node.processes import start_ticks
+from relit_platform.node.standby import (
+    LOOK_EVERY_S,
+    RANK_OF,
+    REFUSED_MAX_S,
+    REFUSED_S,
+    SETTLE_S,
+    START_S,
+    Outlook,
+    Seed,
+    Standby,
+    answered,
+    heard,
+    looked,
+    standing,
+)
+from relit_platform.ray_train.prestart import HOOK, no_rank_env, rank_env
+from relit_platform.worker.start import PRELOAD
+
+SEED = Seed(runtime_env='{"env_vars": {"A": "1"}}', job_id="01000000")
+PROGRAM = """
+import sys
+from relit_platform.worker.start import preload
+preload()
+print("shlex" in sys.modules, flush=True)
+sys.stdin.read()
+"""
+IDLE = "ray::IDLE"
+
+
+def test_a_hello_puts_the_look_off_until_the_rank_has_started() -> None:
+    first = heard(Outlook(), SEED, 100.0)
+    assert first == Outlook(seed=SEED, look_at_s=100.0 + SETTLE_S)
+    other = replace(SEED, job_id="02000000")  # after a resume: the newest rank counts
+    assert heard(first, other, 102.0) == Outlook(seed=other, look_at_s=102.0 + SETTLE_S)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "missing", "pause_s"),
+    [
+        (1, 0, 1, START_S),
+        (1, 1, 0, LOOK_EVERY_S),
+        (3, 1, 2, START_S),
+        (1, 4, 0, LOOK_EVERY_S),  # taken over from an earlier agent, or a rank without a hello yet
+    ],
+)
+def test_a_look_asks_for_what_is_missing(
+    wanted: int, there: int, missing: int, pause_s: float
+) -> None:
+    known = heard(Outlook(), SEED, 0.0)
+    assert looked(known, wanted, there, 50.0) == (replace(known, look_at_s=50.0 + pause_s), missing)
+
+
+def test_nothing_is_asked_before_a_rank_has_said_how_it_was_started() -> None:
+    assert looked(Outlook(), 1, 0, 50.0)[1] == 0
+
+
+def test_a_raylet_that_refuses_is_asked_less_and_less() -> None:
+    known = heard(Outlook(), SEED, 0.0)
+    pauses = []
+    for _ in range(9):
+        known = answered(known, "UNAVAILABLE", 0.0)
+        pauses.append(known.look_at_s)
+    assert pauses[:3] == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S]
+    assert pauses[-1] == REFUSED_MAX_S
+    assert answered(known, "", 0.0).refused == 0
+
+
+class Node:
+    """A Standby whose raylet notes what it is asked for, and refuses while `refusal` is set."""
+
+    def __init__(self, wanted: int = 1) -> None:
+        self.asked: list[tuple[Seed, int]] = []
+        self.said: list[str] = []
+        self.refusal = ""
+        self.looked = threading.Semaphore(0)
+        self.standby = Standby(
+            run_id="run-standby",
+            wanted=wanted,
+            ranks=lambda: {1},
+            ask=self._ask,
+            say=self.said.append,
+            clock=time.monotonic,
+        )
+
+    def _ask(self, seed: Seed, count: int) -> None:
+        self.asked.append((seed, count))
+        self.looked.release()
+        if self.refusal:
+            raise ConnectionError(self.refusal)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pauses between looks."""
+    for name in ("SETTLE_S", "START_S", "LOOK_EVERY_S", "REFUSED_S"):
+        monkeypatch.setattr(standby, name, 0.001)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_node_asks_until_there_is_one_and_says_once_that_it_is_refused() -> None:
+    node = Node()
+    node.refusal = "no such call"
+    node.standby.start()
+    try:
+        node.standby.offer(None)
+        node.standby.offer(SEED)
+        for _ in range(3):
+            assert node.looked.acquire(timeout=30)
+    finally:
+        node.standby.close()
+    assert set(node.asked) == {(SEED, 1)}
+    assert node.said == ["ConnectionError: no such call"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_none_is_asked_for_where_none_is_wanted() -> None:
+    node = Node(wanted=0)
+    node.standby.start()
+    node.standby.offer(SEED)
+    node.standby.close()
+    assert node.asked == []
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    """A child of ours as the raylet starts it for a rank of run-standby, loaded and idle."""
+    env = {**os.environ, RANK_OF: "run-standby", PRELOAD: "no_such_module_at_all,shlex"}
+    child = subprocess.Popen(
+        [IDLE, "-c", PROGRAM],
+        executable=sys.executable,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def test_a_standby_process_is_found_loaded_and_ended_with_the_run(
+    process: subprocess.Popen[str],
+) -> None:
+    assert process.stdout is not None
+    assert "no_such_module_at_all could not be loaded ahead" in process.stdout.readline()
+    assert process.stdout.readline() == "True\n"
+    mine = os.getpid()
+    (found,) = standing("run-standby", mine, (), idle=True)
+    assert (found.pid, found.start_ticks) == (process.pid, start_ticks(process.pid))
+    assert standing("run-standby", mine, {process.pid}) == []  # it is a rank by now
+    assert standing("run-standby", os.getppid(), ()) == []  # a rank's own child has its environment
+    assert standing("run-stand", mine, ()) == []
+
+
+def test_a_process_that_still_loads_counts_but_does_not_wait() -> None:
+    env = {**os.environ, RANK_OF: "run-standby"}
+    with subprocess.Popen([IDLE, "30"], executable="/bin/sleep", env=env) as child:
+        try:
+            assert [key.pid for key in standing("run-standby", os.getpid(), ())] == [child.pid]
+            assert standing("run-standby", os.getpid(), (), idle=True) == []
+        finally:
+            child.kill()
+
+
+def test_closing_ends_what_stands_by_and_no_rank(
+    process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)  # as if we were the raylet
+    Node().standby.close()
+    assert process.wait(30) == -9
+
+
+def test_ranks_with_gpus_load_no_torch_ahead_and_other_actors_nothing() -> None:
+    with_cpu, with_gpu = (rank_env("r1", gpus)[PRELOAD].split(",") for gpus in (0.0, 1.0))
+    assert "torch._dynamo" in with_cpu
+    loaded = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    loaded += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded, *with_gpu]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", loaded, *with_cpu]).returncode == 1
+    assert no_rank_env() == {HOOK: "", PRELOAD: "", RANK_OF: ""}
+    assert rank_env("r1", 0.0).keys() == no_rank_env().keys()
