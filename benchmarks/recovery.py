@@ -91,7 +91,6 @@ def ours(root: Path, data: str, kills: int, hold: str) -> Outcome:
         "kill_at": kill_at,
         "notes": _folder(root / f"notes-{name}"),
         "hold": hold,
-        "run": name,
         "status": str(root / "store" / "default" / name / "status.json"),
     }
     spec = relit.JobSpec.model_validate(

@@ -2,7 +2,7 @@
 
 Both write lines (what, step, wall time) into files of cfg["notes"]: "done" when rank 0 has
 completed a step, "kill" just before rank 1 kills itself, "from" with the step that a life of
-rank 0 begins after. cfg: data, steps, kill_at (steps), notes, and for ours run, status, and hold:
+rank 0 begins after. cfg: data, steps, kill_at (steps), notes, and for ours status and hold:
 what must wait for the next dead rank before it is killed, "spare", "standby" or "".
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from relit.examples.digits import DEFAULTS, Net
-from relit_platform.node.standby import standing
+from relit_platform.node.standby import RANK_OF, standing
 from relit_storage.data.loader import Loader
 from relit_storage.data.table import TableDataset
 
@@ -97,7 +97,7 @@ def _a_spare_waits(cfg: dict[str, Any]) -> bool:
 
 
 def _a_standby_waits(cfg: dict[str, Any]) -> bool:
-    return bool(standing(cfg["run"], os.getppid(), (), idle=True))
+    return bool(standing(os.environ[RANK_OF], os.getppid(), (), idle=True))
 
 
 def peer(cfg: dict[str, Any]) -> None:

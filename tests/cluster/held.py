@@ -1,5 +1,5 @@
-"""The digits job, except that it can hold a step: until a hot spare waits, a stop is asked for, or
-the test lets it go.
+"""The digits job, except that it can hold a step: until a spare or a standby process waits, a stop
+is asked for, or the test lets it go.
 
 Runs in the workers. So a test that stops a run needs no luck with its speed.
 """
@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from relit.examples.digits import DEFAULTS, Net, accuracy
+from relit_platform.node.standby import RANK_OF, standing
 from relit_storage.data.table import TableDataset
 
 HOLD_S = 100.0  # less than the peers' patience in a collective
@@ -25,9 +26,10 @@ LOOK_EVERY_S = 0.05
 
 def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
     """cfg: data, steps, and numbers of completed steps: hold_at, until a spare waits by status
-    (the path of the run's status.json); stop_at, until somebody has asked for a stop, once
-    each: a run that goes back to before such a step finds its mark in the folder `marks`;
-    go_at, until there is a mark `go-<step>` beside the one that says which step is held.
+    (the path of the run's status.json), or where that is empty a standby process; stop_at, until
+    somebody has asked for a stop, once each: a run that goes back to before such a step finds its
+    mark in the folder `marks`; go_at, until there is a mark `go-<step>` beside the one that says
+    which step is held.
     """
     torch.manual_seed(0)
     model = Net()
@@ -37,7 +39,7 @@ def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
     hold_at, stop_at = set(cfg.get("hold_at", ())), set(cfg.get("stop_at", ()))
     for batch in run.batches(data, global_batch=DEFAULTS["global_batch"], steps=cfg["steps"]):
         if run.step_no in hold_at:
-            hold(Path(cfg["status"]))
+            hold(Path(cfg["status"])) if cfg["status"] else hold_for_standby()
         if run.is_main and run.step_no in stop_at:
             await_stop(run, Path(cfg["marks"]) / str(run.step_no))
         if run.is_main and run.step_no in cfg.get("go_at", ()):
@@ -77,6 +79,14 @@ def hold(status_path: Path) -> None:
         return bool(mine and status["phase"] == "running" and status["waiting"] > 0)
 
     wait(a_spare_waits, "no spare came")
+
+
+def hold_for_standby() -> None:
+    """Wait until this node has a standby process that has loaded."""
+    wait(
+        lambda: bool(standing(os.environ[RANK_OF], os.getppid(), (), idle=True)),
+        "no standby process came",
+    )
 
 
 def wait(ready: Callable[[], bool], otherwise: str) -> None:

@@ -21,7 +21,8 @@ from relit_storage.data.table import TableDataset
 KILLS = int(os.environ.get("RELIT_DRILL_KILLS", "6"))
 SEED = int(os.environ.get("RELIT_DRILL_SEED", "20"))
 GAP = (4, 20)  # steps between two kills
-SOON = (1, 6)  # steps to the kill that finds no spare yet
+SOON = (1, 6)  # steps to the kill that comes before the next one waits
+HELD_STEPS = 2  # before a kill
 
 Fault = dict[str, Any]
 Record = Mapping[str, Any]
@@ -29,10 +30,23 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """kills by step; at `hold_at` the loop waits until a spare is there."""
+    """kills by step; at `hold_at` the loop waits until a spare or a standby process is there, for
+    the kill that follows.
+    """
 
     kills: list[Fault]
     hold_at: list[int] = field(default_factory=list)
+
+    def met(self, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+        """Those of a run's records that are of one kill for which the loop has waited; the rest."""
+        hot: list[Record] = []
+        cold: list[Record] = []
+        left = list(self.kills)
+        for record in records:
+            here, left = of_record(record, left)
+            waited = len(here) == 1 and here[0]["step"] - HELD_STEPS in self.hold_at
+            (hot if waited else cold).append(record)
+        return hot, cold
 
     @property
     def steps(self) -> int:
@@ -40,20 +54,20 @@ class Plan:
         return int(self.kills[-1]["step"]) + GAP[1]
 
 
-def scattered(count: int, seed: int, *, spare: bool) -> Plan:
+def scattered(count: int, seed: int) -> Plan:
     """`count` kills over all phases and both ranks.
 
-    spare: each kill with an even number meets a waiting spare; the next one comes too soon for it.
+    Each kill with an even number meets what waits for a dead rank; the next one comes too soon.
     """
     dice = random.Random(seed)
     phases = [phase for _ in range(count // len(STEP_PHASES) + 1) for phase in _shuffled(dice)]
     plan, step = Plan([]), 0
     for number, phase in enumerate(phases[:count]):
-        hot = spare and number % 2 == 0
-        low, high = SOON if spare and not hot else GAP
+        hot = number % 2 == 0
+        low, high = GAP if hot else SOON
         step += dice.randint(low, high)
         if hot:
-            plan.hold_at.append(step - 2)
+            plan.hold_at.append(step - HELD_STEPS)
         plan.kills.append(kill(dice.randrange(2), step, phase))
     return plan
 
@@ -98,8 +112,8 @@ def check_kills(job: JobHandle, faults: Sequence[Fault]) -> list[Record]:
     members, left = members_by_generation(job), list(faults)
     for record in records:
         check_phases(record)
-        ended = [e["rank"] for e in record["cause"]["evidence"] if e["method"] == "exit"]
-        here, left = left[: len(ended)], left[len(ended) :]
+        here, left = of_record(record, left)
+        ended = exited(record)
         assert sorted(ended) == sorted(fault["rank"] for fault in here), (here, record)
         assert record["step"] in (here[-1]["step"] - 1, here[-1]["step"]), (here, record)
         nobody_left = set(ended) == set(range(record["world"]["before"]))
@@ -109,6 +123,17 @@ def check_kills(job: JobHandle, faults: Sequence[Fault]) -> list[Record]:
         assert changed == set(ended), (here, before, after)
     assert not left, left
     return records
+
+
+def of_record(record: Record, faults: list[Fault]) -> tuple[list[Fault], list[Fault]]:
+    """The first faults, as many as the record has exits; and the rest."""
+    count = len(exited(record))
+    return faults[:count], faults[count:]
+
+
+def exited(record: Record) -> list[int]:
+    """Ranks whose processes ended in an incident."""
+    return [e["rank"] for e in record["cause"]["evidence"] if e["method"] == "exit"]
 
 
 def members_by_generation(job: JobHandle) -> dict[int, dict[int, str]]:

@@ -141,6 +141,7 @@ def test_none_is_asked_for_where_none_is_wanted() -> None:
 def process() -> Iterator[subprocess.Popen[str]]:
     """A child of ours as the raylet starts it for a rank of run-standby, loaded and idle."""
     env = {**os.environ, RANK_OF: "run-standby", PRELOAD: "no_such_module_at_all,shlex"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)  # by such a name Python does not find its own
     child = subprocess.Popen(
         [IDLE, "-c", PROGRAM],
         executable=sys.executable,
