@@ -21,6 +21,7 @@ from relit_platform.node.standby import (
     REFUSED_S,
     SETTLE_S,
     START_S,
+    UNSEEN_MAX,
     Outlook,
     Seed,
     Standby,
@@ -63,7 +64,26 @@ def test_a_look_asks_for_what_is_missing(
     wanted: int, there: int, missing: int, pause_s: float
 ) -> None:
     known = heard(Outlook(), SEED, 0.0)
-    assert looked(known, wanted, there, 50.0) == (replace(known, look_at_s=50.0 + pause_s), missing)
+    later = replace(known, look_at_s=50.0 + pause_s, unseen=missing)
+    assert looked(known, wanted, there, 50.0) == (later, missing)
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_one_that_never_shows_up_is_not_asked_for_ever(wanted: int) -> None:
+    def asked(known: Outlook, looks: int, there: int = 0) -> tuple[Outlook, int]:
+        total = 0
+        for _ in range(looks):
+            known, count = looked(known, wanted, there, 0.0)
+            total += count
+        return known, total
+
+    known, total = asked(heard(Outlook(), SEED, 0.0), 20)
+    assert total == UNSEEN_MAX * wanted
+    known, total = asked(heard(known, SEED, 0.0), 20)
+    assert total == 1  # a rank has started: it may have been in one of them
+    known, total = asked(known, 1, there=wanted)
+    assert total == 0
+    assert asked(known, 20)[1] == UNSEEN_MAX * wanted  # it was seen, and is gone
 
 
 def test_nothing_is_asked_before_a_rank_has_said_how_it_was_started() -> None:
@@ -74,11 +94,13 @@ def test_a_raylet_that_refuses_is_asked_less_and_less() -> None:
     known = heard(Outlook(), SEED, 0.0)
     pauses = []
     for _ in range(9):
-        known = answered(known, "UNAVAILABLE", 0.0)
+        known, asked = looked(known, 1, 0, 0.0)
+        assert asked == 1
+        known = answered(known, "UNAVAILABLE", asked, 0.0)
         pauses.append(known.look_at_s)
     assert pauses[:3] == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S]
     assert pauses[-1] == REFUSED_MAX_S
-    assert answered(known, "", 0.0).refused == 0
+    assert answered(known, "", 1, 0.0).refused == 0
 
 
 class Node:
@@ -120,7 +142,7 @@ def test_a_node_asks_until_there_is_one_and_says_once_that_it_is_refused() -> No
     try:
         node.standby.offer(None)
         node.standby.offer(SEED)
-        for _ in range(3):
+        for _ in range(UNSEEN_MAX + 2):
             assert node.looked.acquire(timeout=30)
     finally:
         node.standby.close()

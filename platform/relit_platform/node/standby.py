@@ -26,6 +26,7 @@ RANK_OF = "RELIT_RANK_OF"  # in the environment of all processes that Ray starts
 SETTLE_S = 3.0  # after a rank's hello: it is still starting, and should have the processors
 START_S = 30.0  # for a process that was asked for to show up
 LOOK_EVERY_S = 10.0
+UNSEEN_MAX = 3  # for each that is wanted
 REFUSED_S, REFUSED_MAX_S = 10.0, 600.0
 _END_S = 5.0
 _IDLE_TITLE = b"ray::IDLE"
@@ -44,31 +45,43 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is known between two looks; times in seconds of one monotonic clock."""
+    """What is known between two looks; times in seconds of one monotonic clock.
+
+    refused: times in a row that the raylet said no. unseen: processes that it was asked for and
+    that were neither found nor, as far as is known, taken by a rank.
+    """
 
     seed: Seed | None = None
     look_at_s: float = float("inf")
     refused: int = 0
+    unseen: int = 0
 
 
 def heard(outlook: Outlook, seed: Seed, now_s: float) -> Outlook:
     """A rank has started: it may have taken the standby process."""
-    return replace(outlook, seed=seed, look_at_s=now_s + SETTLE_S)
+    unseen = max(0, outlook.unseen - 1)
+    return replace(outlook, seed=seed, look_at_s=now_s + SETTLE_S, unseen=unseen)
 
 
 def looked(outlook: Outlook, wanted: int, there: int, now_s: float) -> tuple[Outlook, int]:
-    """How many processes to ask for now, when `there` of them were found."""
+    """How many processes to ask for now, when `there` of them were found.
+
+    A raylet that starts none, or a node whose processes cannot be looked at, is not asked for ever.
+    """
+    unseen = outlook.unseen if there < wanted else 0
     missing = max(0, wanted - there) if outlook.seed is not None else 0
-    pause_s = START_S if missing else LOOK_EVERY_S
-    return replace(outlook, look_at_s=now_s + pause_s), missing
+    asked = min(missing, UNSEEN_MAX * wanted - unseen)
+    pause_s = START_S if asked else LOOK_EVERY_S
+    return replace(outlook, look_at_s=now_s + pause_s, unseen=unseen + asked), asked
 
 
-def answered(outlook: Outlook, refusal: str, now_s: float) -> Outlook:
-    """What came of asking; refusal is empty if the raylet starts them."""
+def answered(outlook: Outlook, refusal: str, asked: int, now_s: float) -> Outlook:
+    """What came of asking for so many; refusal is empty if the raylet starts them."""
     if not refusal:
         return replace(outlook, refused=0)
     pause_s = min(REFUSED_S * 2**outlook.refused, REFUSED_MAX_S)
-    return replace(outlook, refused=outlook.refused + 1, look_at_s=now_s + pause_s)
+    refused, unseen = outlook.refused + 1, max(0, outlook.unseen - asked)
+    return replace(outlook, refused=refused, unseen=unseen, look_at_s=now_s + pause_s)
 
 
 class Standby:
@@ -146,7 +159,7 @@ class Standby:
         with self._changed:
             if refusal and not self._outlook.refused:
                 self._say(refusal)
-            self._outlook = answered(self._outlook, refusal, self._clock())
+            self._outlook = answered(self._outlook, refusal, missing, self._clock())
 
 
 def standing(
