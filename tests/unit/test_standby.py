@@ -17,8 +17,10 @@ from relit_platform.node.processes import start_ticks
 from relit_platform.node.standby import (
     LOOK_EVERY_S,
     RANK_OF,
+    RAYLET_PID,
     REFUSED_MAX_S,
     REFUSED_S,
+    SEEN_S,
     SETTLE_S,
     START_S,
     UNSEEN_MAX,
@@ -31,11 +33,13 @@ from relit_platform.node.standby import (
     standing,
 )
 from relit_platform.ray_train.prestart import HOOK, no_rank_env, rank_env
-from relit_platform.worker.start import PRELOAD
+from relit_platform.run_config import RunConfig, ScalingConfig
+from relit_platform.worker.start import PRELOAD, THREADS
 
 SEED = Seed(runtime_env='{"env_vars": {"A": "1"}}', job_id="01000000")
 PROGRAM = """
 import sys
+from relit_platform.run_config import RunConfig, ScalingConfig
 from relit_platform.worker.start import preload
 preload()
 print("shlex" in sys.modules, flush=True)
@@ -65,6 +69,8 @@ def test_a_look_asks_for_what_is_missing(
 ) -> None:
     known = heard(Outlook(), SEED, 0.0)
     later = replace(known, look_at_s=50.0 + pause_s, unseen=missing)
+    if missing:
+        later = replace(later, asked_until_s=50.0 + SEEN_S)
     assert looked(known, wanted, there, 50.0) == (later, missing)
 
 
@@ -78,12 +84,12 @@ def test_one_that_never_shows_up_is_not_asked_for_ever(wanted: int) -> None:
         return known, total
 
     known, total = asked(heard(Outlook(), SEED, 0.0), 20)
-    assert total == UNSEEN_MAX * wanted
+    assert total == UNSEEN_MAX and known.gave_up
     known, total = asked(heard(known, SEED, 0.0), 20)
     assert total == 1  # a rank has started: it may have been in one of them
     known, total = asked(known, 1, there=wanted)
     assert total == 0
-    assert asked(known, 20)[1] == UNSEEN_MAX * wanted  # it was seen, and is gone
+    assert asked(known, 20)[1] == UNSEEN_MAX  # it was seen, and is gone
 
 
 def test_nothing_is_asked_before_a_rank_has_said_how_it_was_started() -> None:
@@ -103,6 +109,14 @@ def test_a_raylet_that_refuses_is_asked_less_and_less() -> None:
     assert answered(known, "", 1, 0.0).refused == 0
 
 
+def config(gpus: float, **env_vars: str) -> RunConfig:
+    """Of a run whose ranks have so many GPUs."""
+    return RunConfig(
+        run_id="r1", name="r", experiment="e", store="memory://x", run_key="r", entry="",
+        code_key="", code_sha="", scaling=ScalingConfig(gpus_per_worker=gpus), env_vars=env_vars,
+    )  # fmt: skip
+
+
 class Node:
     """A Standby whose raylet notes what it is asked for, and refuses while `refusal` is set."""
 
@@ -111,14 +125,19 @@ class Node:
         self.said: list[str] = []
         self.refusal = ""
         self.looked = threading.Semaphore(0)
+        self.told = threading.Event()
         self.standby = Standby(
             run_id="run-standby",
             wanted=wanted,
             ranks=lambda: {1},
             ask=self._ask,
-            say=self.said.append,
+            say=self._say,
             clock=time.monotonic,
         )
+
+    def _say(self, why: str) -> None:
+        self.said.append(why)
+        self.told.set()
 
     def _ask(self, seed: Seed, count: int) -> None:
         self.asked.append((seed, count))
@@ -130,7 +149,7 @@ class Node:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between looks."""
-    for name in ("SETTLE_S", "START_S", "LOOK_EVERY_S", "REFUSED_S"):
+    for name in ("SETTLE_S", "SEEN_S", "START_S", "LOOK_EVERY_S", "REFUSED_S"):
         monkeypatch.setattr(standby, name, 0.001)
 
 
@@ -148,6 +167,30 @@ def test_a_node_asks_until_there_is_one_and_says_once_that_it_is_refused() -> No
         node.standby.close()
     assert set(node.asked) == {(SEED, 1)}
     assert node.said == ["ConnectionError: no such call"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_node_whose_processes_do_not_show_up_says_so_and_stops() -> None:
+    node = Node()
+    node.standby.start()
+    try:
+        node.standby.offer(SEED)
+        assert node.told.wait(30)
+    finally:
+        node.standby.close()
+    assert node.asked == [(SEED, 1)] * UNSEEN_MAX
+    assert node.said == [f"none showed up of {UNSEEN_MAX}; the next is asked for at a hello"]
+
+
+def test_a_node_where_something_stands_between_raylet_and_process_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(RAYLET_PID, "1")
+    node = Node()
+    node.standby.start()
+    node.standby.offer(SEED)
+    node.standby.close()
+    assert (node.asked, len(node.said)) == ([], 1)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -201,6 +244,15 @@ def test_a_process_that_still_loads_counts_but_does_not_wait() -> None:
             child.kill()
 
 
+def test_what_an_actor_of_the_users_runs_in_is_left_alone() -> None:
+    env = {**os.environ, RANK_OF: "run-standby"}
+    with subprocess.Popen(["ray::Helper", "30"], executable="/bin/sleep", env=env) as child:
+        try:
+            assert standing("run-standby", os.getpid(), ()) == []
+        finally:
+            child.kill()
+
+
 def test_closing_ends_what_stands_by_and_no_rank(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,11 +262,12 @@ def test_closing_ends_what_stands_by_and_no_rank(
 
 
 def test_ranks_with_gpus_load_no_torch_ahead_and_other_actors_nothing() -> None:
-    with_cpu, with_gpu = (rank_env("r1", gpus)[PRELOAD].split(",") for gpus in (0.0, 1.0))
+    with_cpu, with_gpu = (rank_env(config(gpus))[PRELOAD].split(",") for gpus in (0.0, 1.0))
     assert "torch._dynamo" in with_cpu
     loaded = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
     loaded += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded, *with_gpu]).returncode == 0
     assert subprocess.run([sys.executable, "-c", loaded, *with_cpu]).returncode == 1
-    assert no_rank_env() == {HOOK: "", PRELOAD: "", RANK_OF: ""}
-    assert rank_env("r1", 0.0).keys() == no_rank_env().keys()
+    assert set(no_rank_env().values()) == {""}
+    assert rank_env(config(0.0)).keys() == no_rank_env().keys() == {HOOK, PRELOAD, RANK_OF, THREADS}
+    assert "torch" not in rank_env(config(0.0, TORCH_COMPILE_DISABLE="1"))[PRELOAD]

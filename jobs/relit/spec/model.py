@@ -156,8 +156,8 @@ class Checkpoint(SpecPart):
 class Recovery(SpecPart):
     """How the run goes on after a fault, and when it gives up.
 
-    So many standby_processes of each node wait for a rank that must be replaced, with Ray and torch
-    loaded and without a GPU: some 350 MB of memory each, for about 4 s less down time.
+    So many standby_processes of each node wait for a rank that must be replaced, with Ray and,
+    where ranks have no GPU, torch loaded: some 350 MB of memory each, for less down time.
     """
 
     on_rank_loss: Literal["wait", "spare"] = "wait"

@@ -201,7 +201,7 @@ class RunSupervisor:
             name=f"{run_id}-e{self._lease.epoch}",
             storage_path=os.path.join(config.checkpoint.disk_dir, run_id, "ray_train"),
             verdict=_Verdict(run_id, self._lease.epoch),
-            env=rank_env(run_id, scaling.gpus_per_worker) if standing_by else {},
+            env=rank_env(config) if standing_by else {},
         )
         try:
             remove_groups(run_id)  # of controllers that died, or must

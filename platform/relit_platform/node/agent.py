@@ -182,8 +182,10 @@ class NodeAgent:
 
     def close(self, remove_disk: bool) -> None:
         """End of the run: give back shared memory, and the disk tier if asked. Kill it after."""
-        self._standby.close()
-        self._keeper.close(remove_disk)
+        try:
+            self._standby.close()
+        finally:
+            self._keeper.close(remove_disk)
         self._outbox.close(OUTBOX_CLOSE_S)
 
     def _no_standby(self, refusal: str) -> None:

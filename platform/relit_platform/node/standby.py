@@ -9,7 +9,8 @@ Ray ends it with the job. What it loads ahead is in its environment, see worker.
                            every LOOK_EVERY_S: again          START_S later: again
 
 A node without one, because ranks died faster than it could load or because the raylet refuses,
-starts its ranks as Ray does. That, too, costs only time.
+starts its ranks as Ray does. An actor or task that the user's code starts inside a rank has the
+same environment: it may take the process, and is never ended here.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from dataclasses import dataclass, replace
 from relit_platform.node.processes import ProcessKey, kill_and_wait, start_ticks
 from relit_platform.worker.start import LOADED
 
+RAYLET_PID = "RAY_RAYLET_PID"  # set by Ray
 RANK_OF = "RELIT_RANK_OF"  # in the environment of all processes that Ray starts for a run's ranks
 SETTLE_S = 3.0  # after a rank's hello: it is still starting, and should have the processors
-START_S = 30.0  # for a process that was asked for to show up
+SEEN_S = 8.0  # for a process that was asked for to look like one
+START_S = 30.0  # until it must
 LOOK_EVERY_S = 10.0
-UNSEEN_MAX = 3  # for each that is wanted
+UNSEEN_MAX = 3
+NEVER = float("inf")
 REFUSED_S, REFUSED_MAX_S = 10.0, 600.0
 _END_S = 5.0
-_IDLE_TITLE = b"ray::IDLE"
+_RAYS_TITLE, _IDLE_TITLE = b"ray::", b"ray::IDLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +52,27 @@ class Outlook:
     """What is known between two looks; times in seconds of one monotonic clock.
 
     refused: times in a row that the raylet said no. unseen: processes that it was asked for and
-    that were neither found nor, as far as is known, taken by a rank.
+    that were neither found nor, as far as is known, taken by a rank. asked_until_s: until then one
+    may be starting, and not look like what it will be.
     """
 
     seed: Seed | None = None
-    look_at_s: float = float("inf")
+    look_at_s: float = NEVER
     refused: int = 0
     unseen: int = 0
+    asked_until_s: float = float("-inf")
+
+    @property
+    def gave_up(self) -> bool:
+        """None has shown up for long, and none is asked for until a rank says hello."""
+        return self.seed is not None and self.look_at_s == NEVER
 
 
 def heard(outlook: Outlook, seed: Seed, now_s: float) -> Outlook:
     """A rank has started: it may have taken the standby process."""
     unseen = max(0, outlook.unseen - 1)
-    return replace(outlook, seed=seed, look_at_s=now_s + SETTLE_S, unseen=unseen)
+    look_at_s = max(now_s + SETTLE_S, outlook.asked_until_s)
+    return replace(outlook, seed=seed, look_at_s=look_at_s, unseen=unseen)
 
 
 def looked(outlook: Outlook, wanted: int, there: int, now_s: float) -> tuple[Outlook, int]:
@@ -70,9 +82,13 @@ def looked(outlook: Outlook, wanted: int, there: int, now_s: float) -> tuple[Out
     """
     unseen = outlook.unseen if there < wanted else 0
     missing = max(0, wanted - there) if outlook.seed is not None else 0
-    asked = min(missing, UNSEEN_MAX * wanted - unseen)
-    pause_s = START_S if asked else LOOK_EVERY_S
-    return replace(outlook, look_at_s=now_s + pause_s, unseen=unseen + asked), asked
+    asked = min(missing, max(0, UNSEEN_MAX - unseen))
+    later = replace(outlook, unseen=unseen + asked, look_at_s=now_s + LOOK_EVERY_S)
+    if asked:
+        later = replace(later, look_at_s=now_s + START_S, asked_until_s=now_s + SEEN_S)
+    elif missing:
+        later = replace(later, look_at_s=NEVER)
+    return later, asked
 
 
 def answered(outlook: Outlook, refusal: str, asked: int, now_s: float) -> Outlook:
@@ -86,7 +102,7 @@ def answered(outlook: Outlook, refusal: str, asked: int, now_s: float) -> Outloo
 
 class Standby:
     """Keeps `wanted` standby processes. `ask(seed, count)` raises if the raylet refuses; `ranks()`
-    are the pids of ranks that said hello; `say(refusal)` is called once for each row of refusals.
+    are the pids of ranks that said hello; `say(why)` is called when there will be none for a while.
     """
 
     def __init__(
@@ -111,8 +127,10 @@ class Standby:
         self._thread = threading.Thread(target=self._loop, name="standby", daemon=True)
 
     def start(self) -> None:
-        """Begin to look; does nothing if none is wanted."""
-        if self._wanted:
+        """Begin to look; does nothing if none is wanted, or could not be told apart."""
+        if self._wanted and os.environ.get(RAYLET_PID, str(os.getppid())) != str(os.getppid()):
+            self._say("processes of this node are not started by the raylet itself")
+        elif self._wanted:
             self._thread.start()
 
     def offer(self, seed: Seed | None) -> None:
@@ -145,21 +163,24 @@ class Standby:
             self._look()
 
     def _look(self) -> None:
-        there = len(standing(self._run_id, os.getppid(), self._ranks()))
-        with self._changed:
-            self._outlook, missing = looked(self._outlook, self._wanted, there, self._clock())
-            seed = self._outlook.seed
-        if seed is None or not missing:
-            return
-        refusal = ""
+        refusal, asked = "", 0
         try:
-            self._ask(seed, missing)
-        except Exception as error:  # of gRPC, of Ray: whatever it is, ranks start without
+            there = len(standing(self._run_id, os.getppid(), self._ranks()))
+            with self._changed:
+                self._outlook, asked = looked(self._outlook, self._wanted, there, self._clock())
+                seed = None if self._closed else self._outlook.seed
+                gave_up = self._outlook.gave_up
+            if gave_up:
+                self._say(f"none showed up of {UNSEEN_MAX}; the next is asked for at a hello")
+            if seed is None or not asked:
+                return
+            self._ask(seed, asked)
+        except Exception as error:  # of gRPC, of Ray, of /proc: whatever it is, ranks start without
             refusal = f"{type(error).__name__}: {error}"[:300]
         with self._changed:
             if refusal and not self._outlook.refused:
                 self._say(refusal)
-            self._outlook = answered(self._outlook, refusal, missing, self._clock())
+            self._outlook = answered(self._outlook, refusal, asked, self._clock())
 
 
 def standing(
@@ -172,8 +193,10 @@ def standing(
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in ranks or _parent(name) != raylet:
             continue
-        # Ranks that say no hello yet count: to look again is cheaper than one process too many.
-        if not _started_for(name, run_id) or (idle and not _waits(name)):
+        title = _read(name, "cmdline")
+        if title.startswith(_RAYS_TITLE) and not title.startswith(_IDLE_TITLE):
+            continue  # an actor or a task is in it
+        if not _started_for(name, run_id) or (idle and not _waits(name, title)):
             continue
         ticks = start_ticks(int(name))
         if ticks is not None:
@@ -185,9 +208,8 @@ def _started_for(pid: str, run_id: str) -> bool:
     return f"{RANK_OF}={run_id}".encode() in _read(pid, "environ").split(b"\0")
 
 
-def _waits(pid: str) -> bool:
-    loaded = _read(pid, "comm").strip() == LOADED.encode()
-    return loaded and _read(pid, "cmdline").startswith(_IDLE_TITLE)
+def _waits(pid: str, title: bytes) -> bool:
+    return title.startswith(_IDLE_TITLE) and _read(pid, "comm").strip() == LOADED.encode()
 
 
 def _parent(pid: str) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from relit_platform.node.standby import RANK_OF, Seed
-from relit_platform.worker.start import PRELOAD
+from relit_platform.run_config import RunConfig
+from relit_platform.worker.start import PRELOAD, THREADS
 
 HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # Ray calls what it names before anything else
 _LOADED = ("ray.train.v2._internal.execution.worker_group.worker", "relit_platform.node.agent")
@@ -20,23 +21,27 @@ _KEEP_S = 7 * 86400
 _TIMEOUT_S = 10.0
 
 
-def rank_env(run_id: str, gpus_per_worker: float) -> dict[str, str]:
+def rank_env(config: RunConfig) -> dict[str, str]:
     """Environment variables of all processes of a run's ranks, standing by or not.
 
     Where ranks have GPUs torch is not loaded ahead: which ones, Ray says only when an actor comes,
-    and whatever asks CUDA before that would give every rank the same.
+    and whatever asks CUDA before that would give every rank the same. Nor where the run sets
+    variables that torch reads when it loads: those come with the rank.
     """
-    names = _LOADED if gpus_per_worker else (*_LOADED, *_LOADED_WITH_TORCH)
+    scaling = config.scaling
+    later = scaling.gpus_per_worker or any(name.startswith("TORCH") for name in config.env_vars)
+    names = _LOADED if later else (*_LOADED, *_LOADED_WITH_TORCH)
     return {
         HOOK: "relit_platform.worker.start.preload",
         PRELOAD: ",".join(names),
-        RANK_OF: run_id,
+        RANK_OF: config.run_id,
+        THREADS: str(max(1, int(scaling.cpus_per_worker))),
     }
 
 
 def no_rank_env() -> dict[str, str]:
     """For actors that a rank starts: they would inherit its environment."""
-    return dict.fromkeys((HOOK, PRELOAD, RANK_OF), "")
+    return dict.fromkeys((HOOK, PRELOAD, RANK_OF, THREADS), "")
 
 
 def prestart(node_id: str, seed: Seed, count: int) -> None:
@@ -46,6 +51,7 @@ def prestart(node_id: str, seed: Seed, count: int) -> None:
     ValueError if Ray does not know the node.
     """
     import ray
+    from ray._private import ray_constants
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import (
         common_pb2,
@@ -65,7 +71,11 @@ def prestart(node_id: str, seed: Seed, count: int) -> None:
         keep_alive_duration_secs=_KEEP_S,
         num_workers=count,
     )
-    channel: Any = init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+    host = node["NodeManagerAddress"]
+    address = f"[{host}]" if ":" in host else host
+    channel: Any = init_grpc_channel(
+        f"{address}:{node['NodeManagerPort']}", options=ray_constants.GLOBAL_GRPC_OPTIONS
+    )
     with channel:
         stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
         stub.PrestartWorkers(request, timeout=_TIMEOUT_S)

@@ -8,15 +8,17 @@ import gc
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 PRELOAD = "RELIT_PRELOAD"  # modules, with commas
+THREADS = "RELIT_THREADS"
 LOADED = "relit-loaded"  # at most 15 characters
 
 
 def train_worker(loop_config: dict[str, Any]) -> None:
     """Runs in a thread of the Ray Train worker; see relit_platform.worker.entry."""
+    os.environ.update(loop_config["run"]["env_vars"])  # torch._dynamo reads some when it loads
     with uncollected():
         _start_agent(loop_config["run"])
         # Every optimizer of torch's loads it when it is made; here that takes half the time.
@@ -30,13 +32,15 @@ def preload() -> None:
     """Called by Ray when a process for ranks starts, with a rank or standing by: load what its
     environment names. What fails is left to whoever needs it.
     """
+    if threads := os.environ.get(THREADS):  # what Ray sets when the actor is there: too late then
+        os.environ.setdefault("OMP_NUM_THREADS", threads)
     with uncollected():
         for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
             try:
                 importlib.import_module(name)
             except Exception as error:
                 print(f"relit: {name} could not be loaded ahead: {error}", flush=True)
-    with open("/proc/self/comm", "w") as file:  # for whoever looks from outside
+    with suppress(OSError), open("/proc/self/comm", "w") as file:  # for who looks from outside
         file.write(LOADED)
 
 
