@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relit import cluster
-from relit_platform.node.standby import RANK_OF
+from relit_platform.node.standby import started_for
 
 PATIENCE_S = 30.0  # the keeper ends an idle cluster after 60
 LOOK_EVERY_S = 0.2
@@ -70,11 +70,7 @@ def _processes(events: list[dict[str, Any]]) -> Iterator[str]:
 def _standby(run_id: str) -> Iterator[str]:
     """Whatever Ray started for the run's ranks, also what never became one, and what came of it."""
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            env = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"{RANK_OF}={run_id}".encode() in env:
+        if started_for(process.name, run_id):
             yield f"process {process.name} started for a rank"
 
 

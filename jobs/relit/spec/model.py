@@ -156,8 +156,8 @@ class Checkpoint(SpecPart):
 class Recovery(SpecPart):
     """How the run goes on after a fault, and when it gives up.
 
-    So many standby_processes of each node wait for a rank that must be replaced, with Ray and,
-    where ranks have no GPU, torch loaded: some 350 MB of memory each, for less down time.
+    standby_processes: how many idle processes each node keeps for ranks that must be replaced, with
+    Ray and, where ranks have no GPU, torch loaded. Each takes some 350 MB of memory.
     """
 
     on_rank_loss: Literal["wait", "spare"] = "wait"

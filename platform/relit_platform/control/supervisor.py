@@ -189,7 +189,6 @@ class RunSupervisor:
             self._pump.fact(self._fact("ray.seam_missing", {"seam": seam}))
         self._attempt += 1
         scaling, run_id = config.scaling, config.run_id
-        standing_by = config.recovery.standby_processes > 0
         request = FitRequest(
             run_id=run_id,
             train_fn=train_worker,
@@ -201,7 +200,7 @@ class RunSupervisor:
             name=f"{run_id}-e{self._lease.epoch}",
             storage_path=os.path.join(config.checkpoint.disk_dir, run_id, "ray_train"),
             verdict=_Verdict(run_id, self._lease.epoch),
-            env=rank_env(config) if standing_by else {},
+            env=rank_env(config),
         )
         try:
             remove_groups(run_id)  # of controllers that died, or must

@@ -29,7 +29,7 @@ SETTLE_S = 3.0  # after a rank's hello: it is still starting, and should have th
 SEEN_S = 8.0  # for a process that was asked for to look like one
 START_S = 30.0  # until it must
 LOOK_EVERY_S = 10.0
-UNSEEN_MAX = 3
+UNSEEN_MAX = 3  # for each that is wanted
 NEVER = float("inf")
 REFUSED_S, REFUSED_MAX_S = 10.0, 600.0
 _END_S = 5.0
@@ -82,7 +82,7 @@ def looked(outlook: Outlook, wanted: int, there: int, now_s: float) -> tuple[Out
     """
     unseen = outlook.unseen if there < wanted else 0
     missing = max(0, wanted - there) if outlook.seed is not None else 0
-    asked = min(missing, max(0, UNSEEN_MAX - unseen))
+    asked = min(missing, max(0, UNSEEN_MAX * wanted - unseen))
     later = replace(outlook, unseen=unseen + asked, look_at_s=now_s + LOOK_EVERY_S)
     if asked:
         later = replace(later, look_at_s=now_s + START_S, asked_until_s=now_s + SEEN_S)
@@ -171,7 +171,7 @@ class Standby:
                 seed = None if self._closed else self._outlook.seed
                 gave_up = self._outlook.gave_up
             if gave_up:
-                self._say(f"none showed up of {UNSEEN_MAX}; the next is asked for at a hello")
+                self._say("those asked for do not show up; the next is asked for at a hello")
             if seed is None or not asked:
                 return
             self._ask(seed, asked)
@@ -196,7 +196,7 @@ def standing(
         title = _read(name, "cmdline")
         if title.startswith(_RAYS_TITLE) and not title.startswith(_IDLE_TITLE):
             continue  # an actor or a task is in it
-        if not _started_for(name, run_id) or (idle and not _waits(name, title)):
+        if not started_for(name, run_id) or (idle and not _waits(name, title)):
             continue
         ticks = start_ticks(int(name))
         if ticks is not None:
@@ -204,7 +204,8 @@ def standing(
     return found
 
 
-def _started_for(pid: str, run_id: str) -> bool:
+def started_for(pid: str, run_id: str) -> bool:
+    """Has Ray started this process for a rank of the run, or is it a child of one that it has?"""
     return f"{RANK_OF}={run_id}".encode() in _read(pid, "environ").split(b"\0")
 
 

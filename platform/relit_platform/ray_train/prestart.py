@@ -22,12 +22,15 @@ _TIMEOUT_S = 10.0
 
 
 def rank_env(config: RunConfig) -> dict[str, str]:
-    """Environment variables of all processes of a run's ranks, standing by or not.
+    """Environment variables of all processes of a run's ranks, standing by or not; none where no
+    process is to stand by.
 
     Where ranks have GPUs torch is not loaded ahead: which ones, Ray says only when an actor comes,
     and whatever asks CUDA before that would give every rank the same. Nor where the run sets
     variables that torch reads when it loads: those come with the rank.
     """
+    if not config.recovery.standby_processes:
+        return {}
     scaling = config.scaling
     later = scaling.gpus_per_worker or any(name.startswith("TORCH") for name in config.env_vars)
     names = _LOADED if later else (*_LOADED, *_LOADED_WITH_TORCH)

@@ -52,7 +52,6 @@ def train_worker(loop_config: dict[str, Any]) -> None:
     """Runs in a thread of the Ray Train worker; loop_config: {"run": RunConfig JSON, "epoch"}."""
     config = RunConfig.from_json(loop_config["run"])
     torch.set_num_threads(max(1, int(config.scaling.cpus_per_worker)))
-    os.environ.update(config.env_vars)
     _require_secrets(config)
     try:
         run, member, recorder = _build(config, int(loop_config["epoch"]))
