@@ -7,6 +7,7 @@ that status.json names, sent when the run has reached a step. Nothing is timed b
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -146,10 +147,19 @@ def pids(status: Mapping[str, Any]) -> dict[int, int]:
 
 
 def kill(*targets: int) -> None:
-    """SIGKILL these pids, all at once; Ray reaps them."""
-    for pid in targets:
-        assert pid > 1
-        os.kill(pid, signal.SIGKILL)
+    """SIGKILL these pids, all at once, and wait for their ends; Ray reaps them.
+
+    A process that gives back gigabytes is there for a while, and a status that names it would be
+    taken for one of its successor.
+    """
+    assert min(targets) > 1
+    ends = [os.pidfd_open(pid) for pid in targets]
+    for end in ends:
+        signal.pidfd_send_signal(end, signal.SIGKILL)
+    for end in ends:
+        ended, _, _ = select.select([end], [], [], WAIT_S)
+        os.close(end)
+        assert ended, f"one of {targets} does not die"
 
 
 def alive(pid: int) -> bool:
