@@ -29,8 +29,10 @@ def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
     (the path of the run's status.json), or where that is empty a standby process; stop_at, until
     somebody has asked for a stop, once each: a run that goes back to before such a step finds its
     mark in the folder `marks`; go_at, until there is a mark `go-<step>` beside the one that says
-    which step is held.
+    which step is held. lives: a folder for a note of each process, when it was started.
     """
+    if "lives" in cfg:
+        note_life(Path(cfg["lives"]))
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=DEFAULTS["lr"])
@@ -48,6 +50,14 @@ def train(run: Any, cfg: dict[str, Any]) -> dict[str, Any]:
         run.backward(loss)
         run.step(optimizer, loss=loss)
     return {"test_accuracy": accuracy(model, str(Path(cfg["data"]) / "test.parquet"))}
+
+
+def note_life(folder: Path) -> None:
+    """Write the wall clock's time of this process's start, in s, under its pid."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    (folder / str(os.getpid())).write_text(repr(time.time() - age_s))
 
 
 def await_stop(run: Any, mark: Path) -> None:

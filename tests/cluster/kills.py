@@ -153,6 +153,24 @@ def was_waiting(record: Record, since_s: Mapping[tuple[int, int], float]) -> boo
     return asked_s < float(record["at_s"])
 
 
+def beyond_a_start_s(job: JobHandle, record: Record, lives: Path) -> float:
+    """The part of a downtime in which no process was starting: downtime less the time from the
+    start of the newest process that got a rank (from the fault, if it is older) to its asking.
+    """
+    newcomers = [
+        member
+        for event in job.events()
+        if event["kind"] == "generation.formed"
+        and event["data"]["generation"] == record["generation"]["after"]
+        for member in event["data"]["members"]
+        if member["newcomer"]
+    ]
+    last = max(newcomers, key=lambda member: float(member["waiting_since_s"]))
+    asked_s, at_s = float(last["waiting_since_s"]), float(record["at_s"])
+    began_s = max(float((lives / str(last["pid"])).read_text()), at_s)
+    return float(record["downtime_s"]) - max(asked_s - began_s, 0.0)
+
+
 def waiting_since_s(job: JobHandle) -> dict[tuple[int, int], float]:
     """By generation and rank: when the process that got it had asked for a place."""
     return {
@@ -163,10 +181,16 @@ def waiting_since_s(job: JobHandle) -> dict[tuple[int, int], float]:
     }
 
 
-def figures(records: Sequence[Record]) -> str:
-    """Minimum, median and maximum of the downtimes, for the log."""
-    times = [record["downtime_s"] for record in records]
-    if not times:
+def figures(records: Sequence[Record], job: JobHandle, lives: Path) -> str:
+    """Minimum, median and maximum of the downtimes, and of what is not a process's start."""
+    if not records:
         return "none"
-    low, middle, high = min(times), statistics.median(times), max(times)
-    return f"{len(times)} incidents, downtime {low:.2f} / {middle:.2f} / {high:.2f} s"
+    parts = {
+        "downtime": [float(record["downtime_s"]) for record in records],
+        "beyond a process start": [beyond_a_start_s(job, record, lives) for record in records],
+    }
+    spread = "; ".join(
+        f"{name} {min(times):.2f} / {statistics.median(times):.2f} / {max(times):.2f} s"
+        for name, times in parts.items()
+    )
+    return f"{len(records)} incidents, {spread}"

@@ -28,10 +28,26 @@ def submitted(lab: Any, name: str, plan: kills.Plan, steps: int, **changes: Any)
     """Run the held digits job with the plan's kills, to its end."""
     status = lab.root / "store" / "default" / name / "status.json"
     spares = "spares" in changes.get("scaling", {})
-    config = {"steps": steps, "hold_at": plan.hold_at, "status": str(status) if spares else ""}
+    config = {
+        "steps": steps,
+        "hold_at": plan.hold_at,
+        "status": str(status) if spares else "",
+        "lives": str(lives(lab, name)),
+    }
     job = lab.submit(name, entry=HELD, config=config, faults=plan.kills, **changes)
     job.wait(timeout_s=RUN_S)
     return job
+
+
+def lives(lab: Any, name: str) -> Path:
+    """Where the processes of a run note when they were started."""
+    return Path(lab.root) / f"lives-{name}"
+
+
+def figures(lab: Any, job: Any, hot: list[Any], cold: list[Any]) -> str:
+    """What the log gets of the kills that met somebody, and of the others."""
+    met, alone = (kills.figures(records, job, lives(lab, job.id)) for records in (hot, cold))
+    return f"\nsomebody waited: {met}\nnobody yet: {alone}"
 
 
 def test_scattered_kills_of_a_run_that_waits(lab: Any, calm: dict[int, float]) -> None:
@@ -39,7 +55,7 @@ def test_scattered_kills_of_a_run_that_waits(lab: Any, calm: dict[int, float]) -
     kills.check_exact(job, calm, lab.data, WAIT.steps)
     records = kills.check_kills(job, WAIT.kills)
     hot, cold = WAIT.met(records)
-    print(f"\nstandby process: {kills.figures(hot)}\nnone yet: {kills.figures(cold)}")
+    print(figures(lab, job, hot, cold))
     assert hot
     if cold:
         assert median(r["downtime_s"] for r in hot) < median(r["downtime_s"] for r in cold)
@@ -55,7 +71,7 @@ def test_scattered_kills_of_a_run_with_a_spare(lab: Any, calm: dict[int, float])
     records, since_s = kills.check_kills(job, SPARE.kills), kills.waiting_since_s(job)
     hot = [record for record in records if kills.was_waiting(record, since_s)]
     cold = [record for record in records if record not in hot]
-    print(f"\nspare waiting: {kills.figures(hot)}\nspare not there: {kills.figures(cold)}")
+    print(figures(lab, job, hot, cold))
     assert hot
     if cold:
         assert median(r["downtime_s"] for r in hot) < min(r["downtime_s"] for r in cold)
