@@ -152,7 +152,7 @@ class Ours:
     def save(self, folder: str) -> Done:
         """One snapshot, and its persist in the agent's process."""
         del folder  # the agent's own
-        self.snapshot(self._still, self._persist)
+        self.snapshot(self._still, self._persist, self._announce)
         return lambda: bool(self._pipe.poll()) and self._pipe.recv() == ("durable", self._step)
 
     def settle(self) -> None:
@@ -162,7 +162,10 @@ class Ours:
         assert not self._snapshotter.moving, self._snapshotter.moving
 
     def snapshot(
-        self, still: frozenset[str] = frozenset(), whole: Callable[[str], object] = len
+        self,
+        still: frozenset[str] = frozenset(),
+        whole: Callable[[str], object] = len,
+        begun: Callable[[str], object] = len,
     ) -> None:
         """Into shared memory; `still` beside the loop."""
         self._step += 1
@@ -174,6 +177,7 @@ class Ours:
             tensors=self._state,
             extras={},
             still=still,
+            on_begun=begun,
             on_whole=whole,
         )
         assert taken.path is not None, taken.reason
@@ -186,6 +190,9 @@ class Ours:
     def _persist(self, path: str) -> None:
         self._snapshotter.pin(path)
         self._pipe.send(("persist", (self._worker, path, self._step, 1)))
+
+    def _announce(self, path: str) -> None:
+        self._pipe.send(("persist_growing", (self._worker, path, self._step, 1)))
 
     def close(self) -> None:
         """End the agent; its files go."""

@@ -151,6 +151,6 @@ def abandon(keeper: NodeKeeper) -> None:
     keeper._closing.set()
     for thread in keeper._threads:
         thread.join()
-    keeper._persists.close(5)
+    keeper._persister.close(5)
     keeper._uploads.close(5)
     keeper.close = lambda remove_disk: None  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from relit_platform.facts import ShardPersisted
 from relit_platform.node import adoption
 from relit_platform.node.adoption import adopt_orphans, claim
 from relit_platform.node.disk_tier import DiskTier, Fence, load_fence, save_fence
-from relit_platform.node.persist import persist_slot
+from relit_platform.node.persist import Writing, persist_slot
 from relit_platform.node.slots import Slot, create_slot
 from relit_storage.checkpoint.durable import make_dirs
 from relit_storage.checkpoint.image import ImageLayout, TensorSpec
@@ -59,7 +59,8 @@ def save(folder: str, node: str, step: int, rank: int, world: int) -> ShardPersi
     slot.begin(1, step, rank, world)
     slot.image[: LAYOUT.header_bytes] = LAYOUT.header
     slot.commit()
-    return persist_slot(slot, folder, node_id=node, chunk_bytes=4096, clock=lambda: 1.0)
+    how = Writing(root=folder, node_id=node, chunk_bytes=4096, clock=lambda: 1.0)
+    return persist_slot(slot, how)
 
 
 def publish(folder: str, node: str, shard: ShardPersisted) -> None:

@@ -112,10 +112,8 @@ def save_on_disk(root: Path, slots: list[Slot], told: Told) -> None:
     folder = root / "disk" / "r" / NODE
     tier = DiskTier(str(folder), NODE)
     tier.clean()
-    shards = [
-        persist.persist_slot(slot, str(folder), node_id=NODE, chunk_bytes=4096, clock=lambda: 1.0)
-        for slot in slots
-    ]
+    how = persist.Writing(root=str(folder), node_id=NODE, chunk_bytes=4096, clock=lambda: 1.0)
+    shards = [persist.persist_slot(slot, how) for slot in slots]
     tier.publish(NEW, GENERATION, manifest_of(shards))
     told.published = True
     tier.drop(OLD, GENERATION)

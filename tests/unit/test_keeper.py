@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from relit_platform.errors import BudgetError, UsageError
 from relit_platform.facts import ShardFailed, ShardPersisted, ShardUploaded, WorkerExited
 from relit_platform.node import keeper as keeper_module
+from relit_platform.node import persisting
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.persist import persist_slot
 from relit_platform.node.slots import Slot, slot_file_bytes
@@ -82,14 +83,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         gate.wait(10)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(keeper_module, "persist_slot", slow)
+    monkeypatch.setattr(persisting, "persist_slot", slow)
     return gate
 
 
 def test_a_full_queue_is_a_failure_of_that_step_only(
     node: Node, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "PERSISTS_QUEUED", 8)
+    monkeypatch.setattr(persisting, "PERSISTS_QUEUED", 8)
     keeper = node.boot()
     keeper.hello("w0", os.getpid(), 1)
     paths = keeper.open_slots("w0", 12, LAYOUT.total_bytes, 100)

@@ -12,7 +12,7 @@ import pytest
 from node_harness import LAYOUT, Node, abandon, persisted, snapshot, worker
 
 from relit_platform.facts import ShardPersisted
-from relit_platform.node import keeper as keeper_module
+from relit_platform.node import persisting
 from relit_platform.node.persist import persist_slot
 from relit_platform.node.yielding import LOWEST, DiskPace
 
@@ -40,7 +40,7 @@ def test_the_threads_that_save_step_back(node: Node, monkeypatch: pytest.MonkeyP
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return persist_slot(*args, **kwargs)
 
-    monkeypatch.setattr(keeper_module, "persist_slot", looking)
+    monkeypatch.setattr(persisting, "persist_slot", looking)
     ours = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     keeper = node.boot()
     persisted(node, keeper, worker(keeper)[0], step=7)
@@ -74,4 +74,4 @@ def test_a_keeper_that_closes_does_not_wait_for_its_cap(slow: Node) -> None:
     snapshot(keeper, path, 7)
     keeper.persist("w0", path, 7, 1)
     keeper.close(remove_disk=False)
-    assert not keeper._persists.pending()
+    assert not keeper._persister.busy()

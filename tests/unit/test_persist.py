@@ -73,8 +73,12 @@ def slot_with(
     return slot
 
 
+def to(disk: str) -> persist.Writing:
+    return persist.Writing(root=disk, node_id=NODE, chunk_bytes=4096, clock=lambda: 1.0)
+
+
 def save(slot: Slot, disk: str) -> ShardPersisted:
-    return persist.persist_slot(slot, disk, node_id=NODE, chunk_bytes=4096, clock=lambda: 1.0)
+    return persist.persist_slot(slot, to(disk))
 
 
 def manifest_of(shard: ShardPersisted) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from relit_platform.node.disk_tier import DiskTier
-from relit_platform.node.persist import persist_slot
+from relit_platform.node.persist import Writing, persist_slot
 from relit_platform.node.slots import Slot, create_slot
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.image import ImageLayout, TensorSpec
@@ -134,12 +134,13 @@ def test_a_disk_has_one_manifest_per_step(folder: Path) -> None:
     create_slot(f"{root}/slot", LAYOUT.total_bytes, 100)
     slot = Slot.open(f"{root}/slot")
     manifests: dict[int, list[bytes]] = {}
+    how = Writing(root=root, node_id=NODE, chunk_bytes=4096, clock=lambda: 1.0)
     for step in range(1, ROUNDS + 1):
         slot.begin(1, step, 0, 1)
         slot.image[: LAYOUT.header_bytes] = LAYOUT.header
         slot.set_extras(b"{}")
         slot.commit()
-        shard = persist_slot(slot, root, node_id=NODE, chunk_bytes=4096, clock=lambda: 1.0)
+        shard = persist_slot(slot, how)
         manifests[step] = [
             Manifest.from_shards(
                 [dataclasses.asdict(shard)],

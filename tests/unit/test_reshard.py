@@ -21,7 +21,7 @@ from meshes import ARRANGEMENTS, Arrangement, assert_same
 from torch.distributed.tensor import DTensor
 
 from relit_platform.facts import RestorePlan, ShardSource, Tier
-from relit_platform.node.persist import persist_slot
+from relit_platform.node.persist import Writing, persist_slot
 from relit_platform.node.slots import Slot, create_slot
 from relit_platform.worker.restore import load_plan
 from relit_platform.worker.snapshot import Snapshotter
@@ -67,9 +67,9 @@ class Saved:
         assert taken.path is not None, taken.reason
         snapshotter.pin(taken.path)
         slot = Slot.open(taken.path)
-        record = persist_slot(
-            slot, str(self.root / "disk"), node_id="n", chunk_bytes=CHUNK_BYTES, clock=lambda: 1.0
-        )
+        disk = str(self.root / "disk")
+        how = Writing(root=disk, node_id="n", chunk_bytes=CHUNK_BYTES, clock=lambda: 1.0)
+        record = persist_slot(slot, how)
         slot.close()
         snapshotter.close()
         self.slots.append(taken.path)

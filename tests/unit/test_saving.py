@@ -184,12 +184,28 @@ def test_disk_is_asked_for_as_soon_as_the_snapshot_is_whole(
     assert [Slot.open(path).info().step for path in pinned] == [3]
 
 
+def test_the_agent_hears_of_a_copy_that_begins_if_it_is_due_on_disk(rank: Rank) -> None:
+    looks = {1, 2, 4}  # copied at once
+    for step in range(1, 8):
+        rank.step(to_disk=step != 6)
+        rank.saver.settle(rank.member)
+        for path in rank.link.slots:  # as the agent does
+            Slot.open(path).unpin()
+    told = [call for call in rank.link.calls if call[0].startswith("persist")]
+    begun = [(at, call) for at, call in enumerate(told) if call[0] == "persist_growing"]
+    assert [call[3] for _, call in begun] == sorted({1, 2, 3, 4, 5, 7} - looks)
+    for at, (_, *what) in begun:
+        following = [call for call in told[at:] if call[0] == "persist" and call[3] == what[2]]
+        assert following[0][1:5] == tuple(what)  # the same slot and place, once it is whole
+
+
 def test_the_last_save_is_whole_at_once(rank: Rank) -> None:
     for _ in range(3):
         rank.step()
     rank.save(last=True)
     check(rank, 4)
     assert rank.link.persists == [4]
+    assert "persist_growing" not in [call[0] for call in rank.link.calls]
 
 
 def test_a_new_generation_settles_first_and_then_holds_its_own(rank: Rank) -> None:

@@ -136,6 +136,10 @@ class NodeAgent:
         """Queue a pinned slot for this node's disk; last: nothing holds it back."""
         self._keeper.persist(worker_id, path, step, generation, last)
 
+    def persist_growing(self, worker_id: str, path: str, step: int, generation: int) -> None:
+        """Begin to write a snapshot that a worker is still copying."""
+        self._keeper.persist_growing(worker_id, path, step, generation)
+
     def publish(self, step: int, generation: int, manifest: bytes) -> None:
         """Publish a step on this node's disk."""
         self._keeper.publish(step, generation, manifest)

@@ -1,7 +1,7 @@
 """All that an agent does for one run on one node, without Ray.
 
     slots in shared memory    created, re-adopted, released: slot_pool
-    shared memory -> disk     one thread, in order: persist, then the slot is unpinned
+    shared memory -> disk     one thread, in order, then the slot is unpinned: persisting
     disk -> object tier       one thread, with retries: uploads; both step back: yielding
     worker processes          their end is reported within milliseconds; killed when sealed
     worker logs               shipped every two seconds: log_shipping
@@ -29,7 +29,6 @@ from relit_platform.facts import (
     Heartbeat,
     NodeInventory,
     ShardFailed,
-    ShardPersisted,
     ShardUploaded,
     Tier,
     WorkerExited,
@@ -40,21 +39,20 @@ from relit_platform.node.heartbeat import ControlPage
 from relit_platform.node.log_shipping import LogShipper
 from relit_platform.node.paths import NodeFolders, NodePaths
 from relit_platform.node.peer_tier import Level, PeerTier
-from relit_platform.node.persist import persist_slot
+from relit_platform.node.persisting import Persister
 from relit_platform.node.processes import ProcessKey, ProcessWatch, kill_and_wait, start_ticks
-from relit_platform.node.slot_pool import PooledSlot, SlotPool
+from relit_platform.node.slot_pool import SlotPool
 from relit_platform.node.task_thread import TaskThread
 from relit_platform.node.uploads import Uploader
 from relit_platform.node.workers import WorkerEntry, WorkerRegister
-from relit_platform.node.yielding import DiskPace, step_back
+from relit_platform.node.yielding import step_back
 from relit_platform.run_config import CheckpointConfig
 from relit_storage.checkpoint.durable import make_dirs
 from relit_storage.errors import FencedError, StorageError
 from relit_storage.run.layout import manifest_key, step_prefix
 from relit_storage.stores.protocol import ObjectStore
 
-# All ranks of a node ask at once. Queued is a reference to what is there anyway: never the bound.
-PERSISTS_QUEUED = UPLOADS_QUEUED = 4096
+UPLOADS_QUEUED = 4096  # a reference to what is there anyway: never the bound
 WATCH_WAIT_S = 0.05
 SWEEP_EVERY_S = 1.0
 LOGS_EVERY_S = 2.0
@@ -112,10 +110,19 @@ class NodeKeeper:
         self._workers = WorkerRegister(self._folders.workers, self._folders.heartbeats)
         self._watch = ProcessWatch()
         self._logs = LogShipper(self._folders.logs, store)
+        self._persister = Persister(
+            node_id,
+            self._folders.disk,
+            config,
+            self._slots,
+            check_generation=self._check_generation,
+            alive=self._workers.alive,
+            report=report,
+            crashed=self._crashed,
+            clock=clock,
+        )
         step_aside = functools.partial(step_back, config.save_nice)
-        self._persists = TaskThread("persist", PERSISTS_QUEUED, self._crashed, step_aside)
         self._uploads = TaskThread("upload", UPLOADS_QUEUED, self._crashed, step_aside)
-        self._pace = DiskPace(config.disk_bytes_per_s)
         self._closing = threading.Event()
         self._uploader = Uploader(self._folders.disk, store, self._closing.wait)
         self._threads: list[threading.Thread] = []
@@ -123,7 +130,6 @@ class NodeKeeper:
         self._fence_saved = True
         self._fence_lock = threading.Lock()
         self._control: ControlPage | None = None
-        self._waiting_pins: frozenset[str] = frozenset()
 
     # ---- life ----
 
@@ -142,14 +148,12 @@ class NodeKeeper:
         self._fence = load_fence(folders.fence)
         self._control = ControlPage.create(folders.control)
         if self._control.stop_requested:
-            self._pace.hurry("stop")
+            self._persister.pace.hurry("stop")
         for entry in self._workers.load():
             self._watch.add(entry.process)
-        self._persists.start()
+        self._persister.start()
         self._uploads.start()
         self._uploads.submit("sweep", self._uploader.sweep)
-        for pooled in self._slots.pinned():
-            self._queue_persist(pooled)
         for loop in (self._watch_loop, self._log_loop):
             thread = threading.Thread(target=loop, name=loop.__name__, daemon=True)
             thread.start()
@@ -162,9 +166,9 @@ class NodeKeeper:
         Workers should have ended before; one that has not keeps its mapped pages, nothing else.
         """
         self._closing.set()
-        self._pace.hurry("close")
+        self._persister.pace.hurry("close")  # before anything is waited for
         self.peers.close()
-        self._persists.close(CLOSE_TIMEOUT_S)
+        self._persister.close(CLOSE_TIMEOUT_S)
         self._uploads.close(CLOSE_TIMEOUT_S)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
@@ -203,9 +207,9 @@ class NodeKeeper:
         """Ask every worker of this node to stop at its next boundary; 0 takes it back."""
         self._control_page().set_stop(number)
         if number:
-            self._pace.hurry("stop")
+            self._persister.pace.hurry("stop")
         else:
-            self._pace.calm("stop")
+            self._persister.pace.calm("stop")
 
     def seal(self, epoch: int, generation: int) -> None:
         """End everything older: when this returns, no worker of an older epoch runs here.
@@ -260,14 +264,15 @@ class NodeKeeper:
         for was persisted by the sweep. Raises UsageError for a path that is not a slot of this
         worker.
         """
-        pooled = self._slots.find(path)
-        if pooled is None or pooled.worker_id != worker_id:
-            raise UsageError(message=f"{path} is not a slot of worker {worker_id}.")
-        header = pooled.slot.info()
-        if header.complete and (header.step, header.generation) == (step, generation):
-            self._queue_persist(pooled)
-            if last:  # after it is queued: the task before it may just be ending the hurry
-                self._pace.hurry("last")
+        self._persister.ask(worker_id, path, step, generation, last)
+
+    def persist_growing(self, worker_id: str, path: str, step: int, generation: int) -> None:
+        """Begin to write a snapshot that is still being copied: no promise on either side.
+
+        `persist` follows once it is whole. If that never comes, nothing was written that counts,
+        and nothing is reported. Raises UsageError as `persist`.
+        """
+        self._persister.announce(worker_id, path, step, generation)
 
     def publish(self, step: int, generation: int, manifest: bytes) -> None:
         """Publish a step on this node's disk; durable on return.
@@ -317,50 +322,20 @@ class NodeKeeper:
         for rank in ranks:
             task = functools.partial(self._upload, step, generation, rank)
             if not self._uploads.submit((step, generation, rank), task):
-                self._fail(step, generation, rank, "object", "the upload queue is full")
+                self._fail(step, generation, rank, "the upload queue is full")
 
     # ---- tasks ----
-
-    def _queue_persist(self, pooled: PooledSlot) -> None:
-        header = pooled.slot.info()
-        key = (pooled.slot.path, header.step, header.generation)
-        if not self._persists.submit(key, lambda: self._persist(pooled)):
-            pooled.slot.unpin()
-            reason = "the persist queue is full"
-            self._fail(header.step, header.generation, header.rank, "disk", reason)
-
-    def _persist(self, pooled: PooledSlot) -> None:
-        slot, header = pooled.slot, pooled.slot.info()
-        try:
-            self._check_generation(header.generation)
-            self._report(self._write(pooled))
-        except (StorageError, OSError) as error:
-            self._fail(header.step, header.generation, header.rank, "disk", str(error))
-        finally:
-            slot.unpin()
-            if len(self._persists.pending()) == 1:  # this one
-                self._pace.calm("last")
-
-    def _write(self, pooled: PooledSlot) -> ShardPersisted:
-        return persist_slot(
-            pooled.slot,
-            self._folders.disk,
-            node_id=self._node_id,
-            chunk_bytes=self._config.chunk_bytes,
-            clock=self._clock,
-            pace=self._pace.take,
-        )
 
     def _upload(self, step: int, generation: int, rank: int) -> None:
         started_s = self._clock()
         try:
             record = self._disk.record(step, generation, rank)
             if record is None:
-                self._fail(step, generation, rank, "object", "the shard is not whole on this disk")
+                self._fail(step, generation, rank, "the shard is not whole on this disk")
                 return
             self._uploader.upload(record)
         except (StorageError, OSError) as error:
-            self._fail(step, generation, rank, "object", str(error))
+            self._fail(step, generation, rank, str(error))
             return
         now_s = self._clock()
         self._report(
@@ -374,14 +349,14 @@ class NodeKeeper:
             )
         )
 
-    def _fail(self, step: int, generation: int, rank: int, tier: Tier, reason: str) -> None:
+    def _fail(self, step: int, generation: int, rank: int, reason: str) -> None:
         self._report(
             ShardFailed(
                 step=step,
                 generation=generation,
                 rank=rank,
                 node_id=self._node_id,
-                tier=tier,
+                tier="object",
                 reason=reason,
                 at_s=self._clock(),
             )
@@ -397,7 +372,7 @@ class NodeKeeper:
                     self._exited(process)
                 if abs(self._clock() - swept_s) >= SWEEP_EVERY_S:  # a clock may be set back
                     swept_s = self._clock()
-                    self._sweep_pins()
+                    self._persister.sweep()
             except Exception as error:  # the watch must outlive any surprise, and say so
                 self._crashed("watch", error)
                 self._closing.wait(CRASH_PAUSE_S)
@@ -417,18 +392,6 @@ class NodeKeeper:
                 )
             )
 
-    def _sweep_pins(self) -> None:
-        """Persist what has been pinned since the last sweep and was never asked for.
-
-        The rank pins first and asks second; when it or its message dies in between, this finds
-        the slot, which else would stay pinned for ever.
-        """
-        queued = {path for path, _, _ in self._queued_persists()}
-        waiting = {p.slot.path: p for p in self._slots.pinned() if p.slot.path not in queued}
-        for path in self._waiting_pins & waiting.keys():
-            self._queue_persist(waiting[path])
-        self._waiting_pins = frozenset(waiting)
-
     def _log_loop(self) -> None:
         while not self._closing.wait(LOGS_EVERY_S):
             try:
@@ -444,12 +407,9 @@ class NodeKeeper:
         whole = (self._slots.newest_whole(), self._disk.newest_published())
         floor = max((order for order in whole if order), default=None)
         alive = self._workers.alive()
-        busy = frozenset(path for path, _, _ in self._queued_persists())
+        busy = self._persister.busy()
         self._slots.free_dead(alive, busy, floor, before)
         return alive, busy
-
-    def _queued_persists(self) -> list[tuple[str, int, int]]:
-        return [key for key in self._persists.pending() if isinstance(key, tuple)]
 
     def _check_generation(self, generation: int) -> None:
         newest = self._fence.generation

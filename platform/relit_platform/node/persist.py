@@ -11,8 +11,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from relit_platform.facts import ShardPersisted
+from relit_platform.node.growing import GivenUp, Growing
 from relit_platform.node.slots import Slot, SlotHeader
 from relit_storage.checkpoint.checksum import checksum, chunk_checksums, num_chunks
 from relit_storage.checkpoint.durable import make_dirs, read_file, sync_dir, write_file
@@ -44,40 +46,68 @@ _TYPES: dict[str, object] = {
 }
 
 
-def persist_slot(
-    slot: Slot,
-    root: str,
-    *,
-    node_id: str,
-    chunk_bytes: int,
-    clock: Callable[[], float],
-    pace: Callable[[int], None] | None = None,
-) -> ShardPersisted:
-    """Write a COMPLETE, pinned slot below `root`; durable on return. Blocks for the disk, and
-    before each chunk of the image for `pace`, which is told its bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How a node writes: below `root`, hashed by chunks, not faster than `pace` allows.
+
+    pace is called before each chunk of an image with its bytes, and may block.
+    """
+
+    root: str
+    node_id: str
+    chunk_bytes: int
+    clock: Callable[[], float]
+    pace: Callable[[int], None] = lambda num_bytes: None
+
+
+def persist_slot(slot: Slot, how: Writing) -> ShardPersisted:
+    """Write a COMPLETE, pinned slot; durable on return. Blocks for the disk, and for the pace.
 
     Doing it again is cheap and answers the same. Raises CorruptShardError if the slot holds no
     whole snapshot or was overwritten meanwhile, CommitConflictError if a published step holds
     other bytes, OSError if the disk fails; then there is no record of this shard.
     """
-    started_s = clock()
+    started_s = how.clock()
     header = slot.info()
     if not header.complete:
         raise CorruptShardError(file=slot.path, reason="slot holds no complete snapshot")
     sequence = slot.sequence()
-    found = read_record(root, header.step, header.generation, header.rank)
+    found = read_record(how.root, header.step, header.generation, header.rank)
     if found is not None and _same(found, slot):
-        return dataclasses.replace(found, node_id=node_id)
-    _refuse_if_published(root, header)
-    make_dirs(os.path.join(root, step_prefix(header.step, header.generation)))
-    _forget_record(root, header)
-    written = _write_files(slot, header, root, node_id, chunk_bytes, pace)
+        return dataclasses.replace(found, node_id=how.node_id)
+    _refuse_if_published(how.root, header)
+    make_dirs(os.path.join(how.root, step_prefix(header.step, header.generation)))
+    _forget_record(how.root, header)
+    written = _write_files(slot, header, how, how.pace)
     slot.check_unchanged(sequence)
-    now_s = clock()
-    written = dataclasses.replace(written, seconds=round(now_s - started_s, 6), at_s=now_s)
-    record = json.dumps(dataclasses.asdict(written), sort_keys=True).encode()
-    write_file(record_path(root, header.step, header.generation, header.rank), [record])
-    return written
+    return _record(written, how, started_s)
+
+
+def persist_growing(growing: Growing, how: Writing) -> ShardPersisted:
+    """Write a snapshot while it is still being copied; durable, whole and pinned on return.
+
+    Blocks for the copy, too. Raises GivenUp if nothing comes of it, or if there is something of
+    this shard on disk, which only `persist_slot` may replace; else as `persist_slot`. Then there is
+    no record of this shard.
+    """
+    started_s, slot, header = how.clock(), growing.slot, growing.header
+    if read_record(how.root, header.step, header.generation, header.rank) is not None:
+        raise GivenUp("there is a record of this shard")
+    _refuse_if_published(how.root, header)
+    growing.reach(1)  # its header and extras are there
+    make_dirs(os.path.join(how.root, step_prefix(header.step, header.generation)))
+    done_bytes = 0
+
+    def pace(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        growing.reach(done_bytes)
+        how.pace(num_bytes)
+
+    written = _write_files(slot, header, how, pace)
+    if not growing.whole():
+        raise GivenUp("another snapshot has begun in its slot")
+    return _record(written, how, started_s)
 
 
 def record_path(root: str, step: int, generation: int, rank: int) -> str:
@@ -158,25 +188,31 @@ def _forget_record(root: str, header: SlotHeader) -> None:
     sync_dir(os.path.dirname(path))
 
 
+def _record(written: ShardPersisted, how: Writing, started_s: float) -> ShardPersisted:
+    """Make a shard count whose files are written."""
+    now_s = how.clock()
+    written = dataclasses.replace(written, seconds=round(now_s - started_s, 6), at_s=now_s)
+    record = json.dumps(dataclasses.asdict(written), sort_keys=True).encode()
+    write_file(record_path(how.root, written.step, written.generation, written.rank), [record])
+    return written
+
+
 def _write_files(
-    slot: Slot,
-    header: SlotHeader,
-    root: str,
-    node_id: str,
-    chunk_bytes: int,
-    pace: Callable[[int], None] | None,
+    slot: Slot, header: SlotHeader, how: Writing, pace: Callable[[int], None]
 ) -> ShardPersisted:
     place = header.step, header.generation, header.rank
     layout = parse_header(slot.image, header.image_bytes, slot.path)
+    shard = write_shard(
+        os.path.join(how.root, shard_key(*place)), slot.image, how.chunk_bytes, pace
+    )
     extras = slot.read_extras()
-    shard = write_shard(os.path.join(root, shard_key(*place)), slot.image, chunk_bytes, pace)
-    write_file(os.path.join(root, extras_key(*place)), [extras])
+    write_file(os.path.join(how.root, extras_key(*place)), [extras])
     return ShardPersisted(
         step=header.step,
         generation=header.generation,
         rank=header.rank,
         world=header.world,
-        node_id=node_id,
+        node_id=how.node_id,
         file=shard_key(*place),
         num_bytes=shard.num_bytes,
         chunk_bytes=shard.chunk_bytes,

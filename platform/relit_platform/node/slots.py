@@ -7,7 +7,7 @@
 One process writes a slot (the rank it was opened for); any process of the node reads it. The
 protocol of a snapshot is `begin`, fill `image`, `set_extras`, `commit`:
 
-    begin    state := WRITING, sequence := odd, facts
+    begin    state := WRITING, sequence := the next odd one, facts
     commit   checksums of facts and extras, sequence := even, state := COMPLETE, last
 
 so a kill at any point leaves the state at WRITING, or the older snapshot COMPLETE and untouched.
@@ -38,6 +38,7 @@ _MAGIC, _STATE, _PIN, _SEQUENCE = 0, 1, 2, 3
 _IMAGE_BYTES, _EXTRAS_CAPACITY, _IMAGE_OFFSET, _GEOMETRY_CRC = 4, 5, 6, 7
 _GENERATION, _STEP, _RANK, _WORLD, _EXTRAS_BYTES, _EXTRAS_CRC, _FACTS_CRC = 8, 9, 10, 11, 12, 13, 14
 _CUT, _SENT = 15, 16  # of the peer tier; no part of the facts
+_FINAL = 17  # bytes of the image that the snapshot being written has no more to do with
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which the mmap module does not name
 
 
@@ -159,12 +160,25 @@ class Slot:
             raise UsageError(message=f"slot {self.path} is pinned and must not be overwritten.")
         words = self._words
         words[_STATE] = SlotState.WRITING
-        words[_SEQUENCE] |= 1  # odd; already so if the last writer died in the middle
+        words[_FINAL] = 0  # before the sequence: who reads what is growing must not take the old
+        words[_SEQUENCE] = (words[_SEQUENCE] + 1) | 1  # another one, if that was odd already, too
         words[_GENERATION], words[_STEP] = generation, step
         words[_RANK], words[_WORLD] = rank, world
         words[_EXTRAS_BYTES] = 0
         words[_EXTRAS_CRC] = 0
         words[_CUT] = int(cut)
+
+    def mark_final(self, num_bytes: int) -> None:
+        """image[:num_bytes] and the extras are as they will be committed; by the rank, growing.
+
+        For the agent, which may begin to write them to disk (growing.py).
+        """
+        self._words[_FINAL] = num_bytes
+
+    @property
+    def final_bytes(self) -> int:
+        """What `mark_final` said last of the snapshot that is being written; 0 at first."""
+        return self._words[_FINAL]
 
     def set_extras(self, data: bytes) -> None:
         """Store the rank's JSON beside the image; between `begin` and `commit`.

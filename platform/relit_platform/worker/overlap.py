@@ -21,6 +21,7 @@ from relit_platform.worker.staging import (
     OVERLAP_MIN_BYTES,
     BackgroundCopy,
     Committed,
+    Copied,
     same_bytes,
 )
 
@@ -105,11 +106,14 @@ class Overlap:
         self._count += 1
         return self._count & (self._count - 1) == 0
 
-    def begin(self, later: Part, commit: Committed) -> None:
-        """Copy it in the background, and then commit. later: as `divide` has just given it."""
+    def begin(self, later: Part, commit: Committed, copied: Copied = lambda count: None) -> None:
+        """Copy it in the background, and then commit; copied hears how many of its tensors are.
+
+        later: as `divide` has just given it.
+        """
         samples, targets = self._plan.samples, later.targets
         samples.keep()
-        self._copy.begin(targets, later.sources, commit, lambda: samples.moved(targets))
+        self._copy.begin(targets, later.sources, commit, lambda: samples.moved(targets), copied)
 
     def remember(self, later: Part) -> None:
         """It has been copied; `settle` shall compare."""

@@ -1,6 +1,7 @@
 """A rank's saves: a snapshot into shared memory, and the agent asked to persist one.
 
-    save     at a boundary; the copy of a large state may go on beside the next pass
+    save     at a boundary; the copy of a large state may go on beside the next pass, and the agent
+             may begin to write what is copied of it
     persist  as soon as the snapshot is whole, if it is due on disk. The slot is pinned first, so
              that an agent that is killed in between finds it when it comes back
     settle   the snapshot is whole, or known not to be
@@ -81,7 +82,20 @@ class Saver:
             if to_disk:
                 self.persist(member, step, last=last)
 
-        self._snapshot(member, extras, step, whole, drill=self.drill, overlap=not last, cut=cut)
+        def begun(path: str) -> None:
+            place = step, member.generation
+            self._agent.send("persist_growing", self._worker_id, path, *place)
+
+        self._snapshot(
+            member,
+            extras,
+            step,
+            whole,
+            *([begun] if to_disk else []),
+            drill=self.drill,
+            overlap=not last,
+            cut=cut,
+        )
 
     @property
     def replicated(self) -> bool:
@@ -134,6 +148,7 @@ class Saver:
         extras: ExtrasText,
         step: int,
         on_whole: Callable[[str], object],
+        on_begun: Callable[[str], object] = lambda path: None,
         *,
         drill: Drill | None,
         overlap: bool,
@@ -152,6 +167,7 @@ class Saver:
             extras=extras(skeleton),
             before_commit=(lambda: drill.check(rank, step, "snapshot")) if drill else None,
             still=self._still_names(tensors) if overlap else frozenset(),
+            on_begun=on_begun,
             on_whole=on_whole,
             cut=cut,
         )

@@ -138,6 +138,7 @@ class Snapshotter:
         before_commit: Callable[[], object] | None = None,
         still: frozenset[str] = frozenset(),
         cut: bool = False,
+        on_begun: Callable[[str], object] = lambda path: None,
         on_whole: Callable[[str], object] = lambda path: None,
     ) -> SnapshotResult:
         """Copy this rank's share of `tensors` and its extras into a slot; blocks for the copy.
@@ -146,9 +147,9 @@ class Snapshotter:
         rank; the same mapping as last time holds tensors of the same shapes. extras may be JSON
         bytes already. before_commit is called when all is copied that is copied here, and
         nothing counts yet (drills). still: names of tensors that nothing changes before `settle`;
-        when they are copied beside the loop the result is pending. cut: see cuts.py. on_whole gets
-        the slot's path once the snapshot counts, then from the copying thread. A skipped snapshot
-        is reported, never raised.
+        when they are copied beside the loop the result is pending. cut: see cuts.py. on_begun gets
+        the slot's path before such a copy begins, on_whole once the snapshot counts, then from the
+        copying thread. A skipped snapshot is reported, never raised.
         """
         began_s = time.perf_counter()
         self.settle()
@@ -177,7 +178,10 @@ class Snapshotter:
             before_commit()
         if later.names and not look:
             self._pending = _Pending(stage, step, layout.total_bytes)
-            self._overlap.begin(later, lambda: _commit(slot, on_whole))
+            copied = _final_marker(slot, layout, later.names)
+            copied(0)
+            on_begun(slot.path)
+            self._overlap.begin(later, lambda: _commit(slot, on_whole), copied)
             return _result(layout.total_bytes, began_s, slot.path, pending=True)
         _commit(slot, on_whole)
         self._whole(stage, step)
@@ -301,6 +305,19 @@ class Snapshotter:
 def _commit(slot: Slot, on_whole: Callable[[str], object]) -> None:
     slot.commit()
     on_whole(slot.path)
+
+
+def _final_marker(slot: Slot, layout: ImageLayout, later: Sequence[str]) -> Callable[[int], object]:
+    """Tells readers of a slot how far its image is final, by how many of `later` are copied.
+
+    All else has been copied, and `later` is in the order of the image.
+    """
+
+    def copied(count: int) -> None:
+        done = count == len(later)
+        slot.mark_final(layout.total_bytes if done else layout.offset(later[count]))
+
+    return copied
 
 
 def _copy(part: Part) -> None:

@@ -29,7 +29,12 @@ from torch import Tensor
 # A copy of less holds the loop up for two milliseconds, about what handing it over may cost.
 OVERLAP_MIN_BYTES = 32 << 20
 
+# A copy goes in so many parts at most, none smaller than that: between two of them the thread may
+# wait for the interpreter's lock.
+MAX_PARTS = 8
+
 Committed = Callable[[], object]
+Copied = Callable[[int], object]
 
 
 class BackgroundCopy:
@@ -53,18 +58,20 @@ class BackgroundCopy:
         sources: Sequence[Tensor],
         commit: Committed,
         moved: Callable[[], str] = str,
+        copied: Copied = lambda count: None,
     ) -> None:
         """Start copying sources into targets (host memory); returns at once.
 
         commit is called by the copying thread when all is copied, no source has changed
-        meanwhile, and moved, which it asks then, names none that has. Call `wait` before the next
+        meanwhile, and moved, which it asks then, names none that has. copied is called by it with
+        the number of tensors, from the first, that are copied so far. Call `wait` before the next
         `begin`, and before anything may change a source.
         """
         versions = [source._version for source in sources]
         ready = self._after_present_work(sources)
 
         def copy() -> str:
-            self._copy(targets, sources, ready)
+            self._copy(targets, sources, ready, copied)
             for source, version in zip(sources, versions, strict=True):
                 if source._version != version:
                     return "a parameter or optimizer state was changed outside the update"
@@ -124,14 +131,31 @@ class BackgroundCopy:
         targets: Sequence[Tensor],
         sources: Sequence[Tensor],
         ready: Mapping[torch.device, Any],
+        copied: Copied,
     ) -> None:
         with torch.no_grad(), contextlib.ExitStack() as streams:
             for device, event in ready.items():
                 self._streams[device].wait_event(event)
                 streams.enter_context(self._cuda.stream(self._streams[device]))
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=bool(ready))
-        for device in ready:
-            self._streams[device].synchronize()
+            for begin, end in parts(sources):
+                these, those = list(targets[begin:end]), list(sources[begin:end])
+                torch._foreach_copy_(these, those, non_blocking=bool(ready))
+                for device in ready:
+                    self._streams[device].synchronize()
+                copied(end)
+
+
+def parts(sources: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Ranges of tensors to be copied at a time: even by bytes, at most MAX_PARTS, none small."""
+    sizes = [source.numel() * source.element_size() for source in sources]
+    wanted = max(OVERLAP_MIN_BYTES, -(-sum(sizes) // MAX_PARTS))
+    found, begin, size = [], 0, 0
+    for end, num_bytes in enumerate(sizes, 1):
+        size += num_bytes
+        if size >= wanted or end == len(sizes):
+            found.append((begin, end))
+            begin, size = end, 0
+    return found
 
 
 def still_names(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> frozenset[str]:
