@@ -15,7 +15,8 @@ copies at the boundary to look whether the state stands still (1, 2, 4, 8, ...) 
     durable  seconds from the call until file, directory and manifest are synced
     lost     stall + iterations not done until it is durable, in seconds of undisturbed work:
              durable - iterations done / their undisturbed rate
-    cpu      CPU seconds of all processes concerned, less those of the loop itself
+    cpu      CPU seconds of all processes concerned, less what as many iterations take undisturbed,
+             in all threads of the loop
 
 Figures are medians over the rounds; rows go to stdout, what each method took to stderr. PyTorch's
 savers sync their files; `default` is dcp.async_save as it comes, `tuned` keeps its stager, in a
@@ -250,13 +251,13 @@ def cpu_loop() -> Callable[[], object]:
     return lambda: torch.autograd.backward(model(data).sum())
 
 
-def rate(iterate: Callable[[], object], seconds: float = 1.5) -> float:
-    """Undisturbed iterations per second."""
-    count, began_s = 0, time.perf_counter()
+def undisturbed(iterate: Callable[[], object], seconds: float = 1.5) -> tuple[float, float]:
+    """Iterations per second, and CPU seconds of this process per iteration."""
+    count, began_s, cpu = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - began_s < seconds:
         iterate()
         count += 1
-    return count / (time.perf_counter() - began_s)
+    return count / (time.perf_counter() - began_s), (time.process_time() - cpu) / count
 
 
 def cpu_s() -> float:
@@ -282,11 +283,11 @@ def take(
     """One checkpoint while the loop goes on."""
     shutil.rmtree(folder, ignore_errors=True)
     os.sync()
-    undisturbed = rate(iterate)
+    rate, iteration_cpu_s = undisturbed(iterate)
     cpu, began_s = cpu_s(), time.perf_counter()
     done = save(folder)
     stall = time.perf_counter() - began_s
-    count, loop_cpu = 0, time.thread_time()
+    count = 0
     step_end_s = time.perf_counter() + STEP_S
     while not done():
         iterate()
@@ -297,11 +298,10 @@ def take(
             waited_s = time.perf_counter() - now_s
             stall += waited_s
             step_end_s = now_s + waited_s + STEP_S
-    loop_cpu = time.thread_time() - loop_cpu
     durable = time.perf_counter() - began_s
     settle()
-    lost = max(stall, durable - count / undisturbed)
-    return Taken(stall, durable, lost, max(0.0, cpu_s() - cpu - loop_cpu))
+    lost = max(stall, durable - count / rate)
+    return Taken(stall, durable, lost, max(0.0, cpu_s() - cpu - count * iteration_cpu_s))
 
 
 def direct_write_s(path: str, state: dict[str, Tensor]) -> float:
