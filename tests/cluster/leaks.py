@@ -84,15 +84,16 @@ def process_ticks(pid: int) -> int | None:
 
 
 def _on_the_cluster() -> Iterator[str]:
-    for actor in _listed("actors"):
+    for actor in listed("actors"):
         if actor["state"] != "DEAD" and actor["class_name"] not in RAYS_OWN:
             yield f"actor {actor['class_name']} {actor.get('name')} {actor['state']}"
-    for group in _listed("placement_groups"):
+    for group in listed("placement_groups"):
         if group["state"] != "REMOVED":
             yield f"placement group {group['placement_group_id']} {group['state']}"
 
 
-def _listed(what: str) -> list[dict[str, Any]]:
+def listed(what: str) -> list[dict[str, Any]]:
+    """What the dashboard knows of: actors, nodes, placement_groups."""
     info = cluster.local_cluster()
     assert info is not None
     url = f"{info.dashboard_url}/api/v0/{what}?limit=10000"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import ray_constants
 from ray.core.generated import node_manager_pb2
 from ray.runtime_context import RuntimeContext
@@ -23,6 +24,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup, worker_gr
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 
+from relit_platform.control import home
 from relit_platform.ray_train import adapter, backend, placement, prestart
 
 
@@ -164,3 +166,31 @@ def test_processes_can_be_started_ahead_with_a_hook_of_ours() -> None:
     source = Path(ray.__file__).with_name("_private") / "workers" / "default_worker.py"
     assert "load_and_execute_setup_hook(" in source.read_text()
     assert "if worker_process_setup_hook_key:" in source.read_text()  # empty: none
+
+
+FIRST, SECOND, THIRD = ("a" * 56, "b" * 56, "c" * 56)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([(FIRST, True, {}), (SECOND, True, {home.HEAD: 1.0})], SECOND),
+        (
+            [(FIRST, True, {}), (SECOND, False, {home.HEAD: 1.0}), (THIRD, True, {home.HEAD: 1.0})],
+            THIRD,
+        ),
+        ([(FIRST, True, {"CPU": 4.0})], None),
+        ([], None),
+    ],
+)
+def test_what_decides_lives_on_the_head_node_if_ray_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[tuple[str, bool, dict[str, float]]],
+    expected: str | None,
+) -> None:
+    keys = ("NodeID", "Alive", "Resources")
+    found = [dict(zip(keys, node, strict=True)) for node in nodes]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    strategy = home.home()
+    assert (strategy and (strategy.node_id, strategy.soft)) == (expected and (expected, True))
+    assert home.HEAD == HEAD_NODE_RESOURCE_NAME

@@ -1,15 +1,16 @@
 """The end of a run on the cluster: every actor, page of shared memory and file that was the run's.
 
-Called by the supervisor once result.json is written. Everything here may be repeated, and a
-node that does not answer is reported, not waited for: its agent dies with it.
+Called by the supervisor once result.json is written. Everything here may be repeated. All agents
+are asked at once: what a lost node's never answers holds up the end, not what the others give back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from relit_platform.run_config import RunConfig
@@ -42,17 +43,31 @@ def close_run(config: RunConfig, *, keep_disk: bool) -> list[str]:
         remove_groups(config.run_id)
     except RayError as error:
         silent.append(f"placement groups: {type(error).__name__}")
-    for name in run_actor_names(config.run_id):
+    names = run_actor_names(config.run_id)
+    silent += _close_agents([n for n in names if n.startswith("agent/")], not keep_disk)
+    for name in names:
+        _kill(name)
+    return silent
+
+
+def _close_agents(names: Sequence[str], remove_disk: bool) -> list[str]:
+    """Ask all of them at once; one whose node is gone would answer only after the time is up."""
+    asked: dict[Any, str] = {}
+    for name in names:
         try:
             actor: Any = ray.get_actor(name, namespace=NAMESPACE)
-            if name.startswith("agent/"):
-                ray.get(actor.close.remote(not keep_disk), timeout=CLOSE_TIMEOUT_S)
-            ray.kill(actor, no_restart=True)
+            asked[actor.close.remote(remove_disk)] = name
         except ValueError:
             continue  # it went on its own
-        except (GetTimeoutError, RayError) as error:
-            silent.append(f"{name}: {type(error).__name__}")
-            _kill(name)
+    if not asked:
+        return []
+    ended, late = ray.wait(list(asked), num_returns=len(asked), timeout=CLOSE_TIMEOUT_S)
+    silent = [f"{asked[ref]}: no answer" for ref in late]
+    for ref in ended:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            silent.append(f"{asked[ref]}: {type(error).__name__}")
     return silent
 
 

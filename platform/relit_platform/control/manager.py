@@ -18,6 +18,7 @@ import ray
 from relit_platform.control.agent_calls import NAMESPACE, RayAgents
 from relit_platform.control.background import Background
 from relit_platform.control.coordinator import Coordinator
+from relit_platform.control.home import home
 from relit_platform.control.object_tier import ObjectTier
 from relit_platform.facts import Drained, JoinReply, JoinRequest, RowBatch, RunHistory
 from relit_platform.run_config import RunConfig
@@ -139,4 +140,5 @@ def get_or_create_manager(config: RunConfig) -> Any:
         max_restarts=-1,
         max_task_retries=0,  # callers repeat calls themselves; see worker.manager_client
         max_concurrency=CONCURRENCY,
+        scheduling_strategy=home(),
     ).remote(config.to_json())

@@ -22,6 +22,7 @@ from typing import Any
 import ray
 
 from relit_platform.control.cleanup import close_run
+from relit_platform.control.home import home
 from relit_platform.control.manager import get_or_create_manager
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Fact
@@ -295,7 +296,7 @@ class _Verdict:
 def get_or_create_supervisor(store_url: str, run_key: str) -> Any:
     """The run's supervisor actor, made if there is none. Called by the Ray Job's entrypoint.
 
-    Detached, on the caller's node, no CPU, re-created by Ray whenever its process dies.
+    Detached, on the head node, no CPU, re-created by Ray whenever its process dies.
     """
     run_id = run_key.rsplit("/", 1)[-1]
     actor = ray.remote(RunSupervisor).options(
@@ -306,5 +307,6 @@ def get_or_create_supervisor(store_url: str, run_key: str) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=16,
+        scheduling_strategy=home(),
     )
     return actor.remote(store_url, run_key)
