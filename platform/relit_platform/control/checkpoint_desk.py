@@ -29,6 +29,7 @@ from relit_platform.machines.checkpoint_state import (
     LogFailed,
     Logged,
     Measured,
+    NotDeleted,
     Note,
     Pins,
     Publish,
@@ -262,7 +263,13 @@ class CheckpointDesk:
             self._reenter(Pins(steps=self._pins))
 
     def _discard(self, action: Discard, tries: int = 1) -> None:
-        """Deleting is best effort: what stays behind is found again at the next start."""
+        """Deleting is best effort: what stays behind is found again at the next start.
+
+        A restore may have begun to use the step since this was asked for.
+        """
+        if (action.step, action.generation) in self.book.protected:
+            self._reenter(NotDeleted(discard=action))
+            return
         try:
             if action.tier == "object":
                 self._objects.retire(self.epoch, action.step, action.generation)

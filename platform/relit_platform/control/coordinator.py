@@ -53,6 +53,7 @@ from relit_platform.machines.checkpoint_state import (
     Finishing,
     Note,
     Persisting,
+    Restoring,
 )
 from relit_platform.machines.generation import (
     Event,
@@ -171,6 +172,8 @@ class Coordinator:
                 self._saves.measured(history.metrics.items())
                 self._cadence.remember(history)
                 self._peers.soon()
+                if not found.holders and self._members.state.unfinished():
+                    self._saves.feed(Restoring())  # nobody has state: whatever is there may be it
                 self._adopt(found)
                 if not self._members.state.unfinished():
                     self._saves.feed(Finishing())
@@ -438,6 +441,8 @@ class Coordinator:
             if answer.plan_id != state.plan_id or state.phase is not Phase.PLANNING:
                 return
             self._members.learn(max((i.fence for i in answer.inventories), default=0))
+            if plan := answer.source and answer.source.plan:
+                self._saves.feed(Restoring(steps=frozenset({(plan.step, plan.generation)})))
             self._adopt(Found(inventories=list(answer.inventories)))
             error = answer.error
             if answer.source is not None and answer.source.kind == "fresh":

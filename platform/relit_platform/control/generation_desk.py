@@ -14,7 +14,7 @@ from relit_platform.control.journal import Journal
 from relit_platform.control.rebuild import Found
 from relit_platform.facts import Dismissed, JoinReply, Refused, RunHistory, Verdict, WorkerExited
 from relit_platform.machines.budget import BudgetState, note_recovery, note_user_error
-from relit_platform.machines.checkpoint_state import GenerationFormed
+from relit_platform.machines.checkpoint_state import GenerationFormed, Restoring
 from relit_platform.machines.generation import (
     Action,
     Announce,
@@ -189,6 +189,7 @@ class GenerationDesk:
                 refused = Refused(reason=action.reason, newest_generation=self.state.newest)
                 self._reply(action.worker_id, refused)
             case PlanRestore():
+                self._checkpoints.feed(Restoring())
                 self._plan(action)
             case Emit():
                 self._emitted(action)
