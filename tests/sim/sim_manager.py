@@ -177,6 +177,7 @@ class SimManager:
             objects=ObjectTier(self._store, CommitLog(self._store), lambda: self.clock.now),
             background=self,
             clock=lambda: self.clock.now,
+            steady=lambda: self.clock.now,
             sleep=_not_now,
         )
         self.clock.say("manager begins")

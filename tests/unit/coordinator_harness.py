@@ -98,6 +98,7 @@ class Bench:
 
     def __init__(self, **config: Any) -> None:
         self.now = 1000.0
+        self.set_by_s = 0.0
         self.queue: list[Callable[[], None]] = []
         self.agents = FakeAgents()
         self.store = MemoryStore()
@@ -114,6 +115,7 @@ class Bench:
             objects=ObjectTier(self.store, self.log, lambda: self.now),
             background=self,
             clock=lambda: self.now,
+            steady=lambda: self.now - self.set_by_s,
             sleep=self.sleep,
         )
         return self.coordinator
@@ -126,6 +128,11 @@ class Bench:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+    def set_clock(self, by_s: float) -> None:
+        """Somebody sets the clock; no time passes."""
+        self.now += by_s
+        self.set_by_s += by_s
 
     def work(self) -> Bench:
         for _ in range(100):

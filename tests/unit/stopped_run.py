@@ -123,6 +123,7 @@ class Life:
             objects=objects,
             background=self,
             clock=time.time,
+            steady=time.monotonic,
             sleep=lambda seconds: None,
         )
         self.epoch = epoch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,7 @@ from coordinator_harness import make_config
 from relit_platform.control import pump as module
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Drained, Fact
-from relit_storage.run import segments
+from relit_storage.run import layout, segments
 from relit_storage.run.event_log import read_events, read_rows
 from relit_storage.run.lease import Lease
 from relit_storage.stores.memory import MemoryStore
@@ -90,11 +92,11 @@ def test_rows_without_room_stay_with_the_manager(
     manager = Manager(steps=(1, 2))
     pump = make_pump(store, manager, monkeypatch)
     monkeypatch.setattr(segments, "MAX_PENDING_BYTES", 0)
-    pump.tick(time.time())
+    pump.tick(time.time(), time.monotonic())
     monkeypatch.undo()
     assert (manager.drained, pump.history().rows_whole_to) == ([(0, 0)], 0)
     for later_s in (10.0, 20.0, 30.0):
-        pump.tick(time.time() + later_s)
+        pump.tick(time.time(), time.monotonic() + later_s)
     assert (manager.drained[1], manager.drained[-1]) == ((0, 0), (1, 1))
     assert [row["step"] for row in read_rows(store)] == [1, 2]
 
@@ -104,7 +106,32 @@ def test_rows_that_were_not_written_are_not_taken_for_written(
 ) -> None:
     """Neither those before the newest one that are missing, nor those that no segment has yet."""
     pump = make_pump(store, Manager(steps=(1, 2, 5)), monkeypatch)
-    pump.tick(time.time() - 1e6)  # nothing is due
+    pump.tick(time.time(), time.monotonic() - 1e6)  # nothing is due
     assert pump.history().rows_whole_to == 0
-    pump.tick(time.time())
+    pump.tick(time.time(), time.monotonic())
     assert (pump.history().last_row_step, pump.history().rows_whole_to) == (5, 2)
+
+
+def test_a_clock_that_is_set_back_does_not_stop_the_rounds(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump = make_pump(store, Manager(), monkeypatch)
+    monkeypatch.setattr(module, "STATUS_EVERY_S", 0.01)
+    pump.start(lambda: None)
+
+    def updated_at_s() -> float:
+        found = json.loads(store.get(layout.STATUS)) if store.size(layout.STATUS) else {}
+        return float(found.get("updated_at_s", 0.0))
+
+    wait_until(lambda: updated_at_s() > 0)
+    set_s = time.time() - 3600.0
+    monkeypatch.setattr(time, "time", lambda: set_s)
+    wait_until(lambda: updated_at_s() == set_s)
+    pump.close("SUCCEEDED", "", {})
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

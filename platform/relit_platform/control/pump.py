@@ -114,7 +114,7 @@ class Pump:
     def new_epoch(self, lease: Lease) -> None:
         """A new life of the workers under a new lease; segments carry its number from now on."""
         with self._lock:
-            self._flush(time.time(), force=True)
+            self._flush(time.monotonic(), force=True)
             self._lease = lease
             metric = self._config.checkpoint.metric
             self._history = History.read(self._store, read_events(self._store), metric)
@@ -131,7 +131,7 @@ class Pump:
             for record in self._incidents.finish(time.time()):
                 self._closed(record, 0, None)
             self.set_state(state, reason)
-            self._until_written(lambda: self._flush(time.time(), force=True))
+            self._until_written(lambda: self._flush(time.monotonic(), force=True))
             self._until_written(lambda: self._write_status(time.time()))
             body = self._redactor.data(
                 {**result, "incidents": self._incidents.count, "status": self._status}
@@ -144,7 +144,7 @@ class Pump:
         while not self._halt.wait(TICK_S):
             try:
                 with self._lock:
-                    self.tick(time.time())
+                    self.tick(time.time(), time.monotonic())
             except FencedError as fenced:
                 self.fenced = int(fenced.newest)
                 self._on_fenced()
@@ -154,17 +154,21 @@ class Pump:
             except ray.exceptions.RayError as error:
                 print(f"relit: the manager is away, trying again: {error}", flush=True)
 
-    def tick(self, now: float) -> None:
-        """One round; raises StoreError or RayError for the caller to log, FencedError to obey."""
+    def tick(self, now: float, steady_s: float) -> None:
+        """One round; raises StoreError or RayError for the caller to log, FencedError to obey.
+
+        steady_s: what is due goes by a clock that nobody sets; `now`, set back by an hour, would
+        stop commands, status and renewals for an hour.
+        """
         self._drain()
         if self._stopping:
             self._manager.link.send("request_stop", self._stopping)
-        self._flush(now)
-        if self._due("lease", now, self._config.recovery.lease_s / 4):
+        self._flush(steady_s)
+        if self._due("lease", steady_s, self._config.recovery.lease_s / 4):
             self._lease.renew(now)
-        if self._due("status", now, STATUS_EVERY_S):
+        if self._due("status", steady_s, STATUS_EVERY_S):
             self._write_status(now)
-        if self._due("commands", now, COMMANDS_EVERY_S):
+        if self._due("commands", steady_s, COMMANDS_EVERY_S):
             self._read_commands(now)
 
     def _due(self, what: str, now: float, every_s: float) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable
 
 from relit_platform.facts import ShardPersisted
@@ -60,7 +61,7 @@ def persist_slot(
     whole snapshot or was overwritten meanwhile, CommitConflictError if a published step holds
     other bytes, OSError if the disk fails; then there is no record of this shard.
     """
-    started_s = clock()
+    began_s = time.monotonic()
     header = slot.info()
     if not header.complete:
         raise CorruptShardError(file=slot.path, reason="slot holds no complete snapshot")
@@ -73,8 +74,8 @@ def persist_slot(
     _forget_record(root, header)
     written = _write_files(slot, header, root, node_id, chunk_bytes, pace)
     slot.check_unchanged(sequence)
-    now_s = clock()
-    written = dataclasses.replace(written, seconds=round(now_s - started_s, 6), at_s=now_s)
+    seconds = round(time.monotonic() - began_s, 6)
+    written = dataclasses.replace(written, seconds=seconds, at_s=clock())
     record = json.dumps(dataclasses.asdict(written), sort_keys=True).encode()
     write_file(record_path(root, header.step, header.generation, header.rank), [record])
     return written
