@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from coordinator_harness import make_config
 
+from relit_platform.control import outbox
 from relit_platform.control import pump as module
+from relit_platform.control.outbox import Outbox
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Drained, Fact
-from relit_storage.run import layout, segments
+from relit_storage.run import event_log, layout, segments
 from relit_storage.run.event_log import read_events, read_rows
 from relit_storage.run.lease import Lease
 from relit_storage.stores.memory import MemoryStore
@@ -128,6 +130,38 @@ def test_a_clock_that_is_set_back_does_not_stop_the_rounds(
     monkeypatch.setattr(time, "time", lambda: set_s)
     wait_until(lambda: updated_at_s() == set_s)
     pump.close("SUCCEEDED", "", {})
+
+
+class Full(Manager):
+    """A manager with more to tell than the pump has room for, batch by batch."""
+
+    def __init__(self, items: int, at_once: int) -> None:
+        super().__init__()
+        self.outbox = Outbox(1.0)
+        self.at_once = at_once
+        for step in range(1, items + 1):
+            self.outbox.add(Fact(kind="told", at_s=float(step), src="manager", step=step))
+            self.outbox.add({"step": step, "loss": 1.0, "generation": 1, "at_s": float(step)})
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        status = {"epoch": self.epoch, "manager_pid": 7, "phase": "done"}
+        return self.outbox.drain(args[0], status, args[1]) if method == "drain" else None
+
+
+@pytest.mark.parametrize(
+    ("at_once", "room_bytes"), [(1, 600), (4, 1500), (7, 3000), (40, 9000), (4096, 16 << 20)]
+)
+def test_what_had_no_room_is_written_at_the_end(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, at_once: int, room_bytes: int
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_PER_DRAIN", at_once)
+    monkeypatch.setattr(segments, "MAX_PENDING_BYTES", room_bytes)
+    monkeypatch.setattr(event_log, "MAX_PENDING_BYTES", room_bytes)
+    pump = make_pump(store, Full(items=50, at_once=at_once), monkeypatch)
+    pump.close("SUCCEEDED", "", {})
+    told = [event["step"] for event in read_events(store) if event["kind"] == "told"]
+    assert told == list(range(1, 51))
+    assert [row["step"] for row in read_rows(store)] == list(range(1, 51))
 
 
 def wait_until(true: Callable[[], bool]) -> None:

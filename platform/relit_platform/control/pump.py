@@ -37,6 +37,7 @@ TICK_S = 0.2
 STATUS_EVERY_S = 0.5
 COMMANDS_EVERY_S = 1.0
 DRAIN_TIMEOUT_S = 10.0
+MAX_LAST_BATCHES = 256  # many more than the manager keeps, in batches as small as buffers are
 
 
 class Pump:
@@ -127,7 +128,7 @@ class Pump:
         if self._thread is not None:
             self._thread.join(DRAIN_TIMEOUT_S * 2)
         with self._lock:
-            self._drain()
+            self._drain_to_the_end()
             for record in self._incidents.finish(time.time()):
                 self._closed(record, 0, None)
             self.set_state(state, reason)
@@ -178,31 +179,41 @@ class Pump:
         return True
 
     def _drain(self) -> None:
-        while True:
-            drained: Drained = self._manager.link.call(
-                "drain", self._after, self._written, timeout_s=DRAIN_TIMEOUT_S
-            )
-            self._check_epoch(drained.status)
-            self._manager_changed(drained.status)
-            for fact in drained.facts:
-                if fact.number > self._history.told:  # else the supervisor before us wrote it
-                    self._take(fact)
-            if not self._append(drained.rows):
-                return  # the store is far behind; the manager keeps them, and tells them again
-            if drained.overflow:
-                self._take(
-                    Fact(
-                        kind="log.overflow",
-                        at_s=time.time(),
-                        src="manager",
-                        level="warning",
-                        data={"dropped": drained.overflow},
-                    )
-                )
-            self._after = drained.next
-            self._status = dict(drained.status)
-            if not drained.more:
+        while self._drain_batch():
+            pass
+
+    def _drain_to_the_end(self) -> None:
+        """Nobody will ask again: room is made for each batch, should the store have been away."""
+        for _ in range(MAX_LAST_BATCHES):
+            self._until_written(lambda: self._flush(time.monotonic(), force=True))
+            if self._drain_batch() is False:
                 return
+
+    def _drain_batch(self) -> bool | None:
+        """Whether there is more. None: there is no room for it now."""
+        drained: Drained = self._manager.link.call(
+            "drain", self._after, self._written, timeout_s=DRAIN_TIMEOUT_S
+        )
+        self._check_epoch(drained.status)
+        self._manager_changed(drained.status)
+        for fact in drained.facts:
+            if fact.number > self._history.told:  # else the supervisor before us wrote it
+                self._take(fact)
+        if not self._append(drained.rows):
+            return None  # the store is far behind; the manager keeps them, and tells them again
+        if drained.overflow:
+            self._take(
+                Fact(
+                    kind="log.overflow",
+                    at_s=time.time(),
+                    src="manager",
+                    level="warning",
+                    data={"dropped": drained.overflow},
+                )
+            )
+        self._after = drained.next
+        self._status = dict(drained.status)
+        return drained.more
 
     def _append(self, rows: Iterable[dict[str, Any]]) -> bool:
         """False if there is no room for all of them."""
