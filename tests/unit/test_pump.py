@@ -164,6 +164,33 @@ def test_what_had_no_room_is_written_at_the_end(
     assert [row["step"] for row in read_rows(store)] == list(range(1, 51))
 
 
+@pytest.mark.parametrize(
+    ("sent", "stops"),
+    [
+        (("1-stop",), True),
+        (("1-stop", "2-resume"), False),
+        (("1-resume", "2-stop"), True),
+        (("1-resume", "1-stop"), True),
+        (("1-stop", "2-resume", "2-stop"), True),
+        (("1-stop", "2-stop", "3-resume", "3-resize"), False),
+    ],
+)
+def test_every_command_is_heard_though_two_have_one_number(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, sent: tuple[str, ...], stops: bool
+) -> None:
+    manager = Manager()
+    pump = make_pump(store, manager, monkeypatch)
+    keys = [layout.command_key(int(n), verb) for n, verb in (one.split("-") for one in sent)]
+    for key in keys:
+        store.put(key, b"{}")
+    for later_s in (0.0, 10.0):
+        pump.tick(time.time(), time.monotonic() + later_s)
+    assert ("request_stop" in manager.calls) is stops
+    pump.close("STOPPED", "", {})
+    acked = [e["data"]["command"] for e in read_events(store) if e["kind"] == "control.acked"]
+    assert sorted(acked) == sorted(keys)
+
+
 def wait_until(true: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 20.0
     while not true():

@@ -308,13 +308,17 @@ class Pump:
         self._store.put(layout.STATUS, _json(body))
 
     def _read_commands(self, now: float) -> None:
-        """Obey each command once; a stop that a later resume has overtaken is only acknowledged."""
-        keys = {number: key for key in self._store.list("control/") if (number := _number(key))}
-        resumed = max((n for n, key in keys.items() if _verb(key) == "resume"), default=0)
-        for number, key in sorted(keys.items()):
+        """Obey each command once; a stop that a later resume has overtaken is only acknowledged.
+
+        A stop and a resume that were sent at once have one number: neither came first, and a stop
+        that is lost costs more than one that has to be followed by another resume.
+        """
+        found = [(n, key) for key in self._store.list("control/") if (n := _number(key))]
+        resumed = max((n for n, key in found if _verb(key) == "resume"), default=0)
+        for number, key in sorted(found):
             if key in self._history.acked:
                 continue
-            if _verb(key) == "stop" and number > resumed:
+            if _verb(key) == "stop" and number >= resumed:
                 self.request_stop(self._reason_of(key))
             self._take(
                 Fact(
