@@ -75,7 +75,9 @@ class SimAgents:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._call(node_id, "publish", step, generation, manifest)
 
-    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int, epoch: int
+    ) -> None:
         raise AssertionError("asked for by runs that end early; these do not")
 
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:

@@ -62,8 +62,10 @@ class FakeAgents:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._note(node_id, "publish", step, generation, manifest)
 
-    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
-        self._note(node_id, "persist", worker_id, path, step, generation)
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int, epoch: int
+    ) -> None:
+        self._note(node_id, "persist", worker_id, path, step, generation, epoch)
 
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         self._note(node_id, "upload", step, generation, tuple(ranks))

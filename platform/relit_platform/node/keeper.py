@@ -35,7 +35,8 @@ from relit_platform.facts import (
     WorkerExited,
 )
 from relit_platform.node.adoption import adopt_orphans, claim
-from relit_platform.node.disk_tier import DiskTier, Fence, load_fence, save_fence
+from relit_platform.node.disk_tier import DiskTier
+from relit_platform.node.fencing import NodeFence
 from relit_platform.node.heartbeat import ControlPage
 from relit_platform.node.log_shipping import LogShipper
 from relit_platform.node.paths import NodeFolders, NodePaths
@@ -49,7 +50,7 @@ from relit_platform.node.workers import WorkerEntry, WorkerRegister
 from relit_platform.node.yielding import DiskPace, step_back
 from relit_platform.run_config import CheckpointConfig
 from relit_storage.checkpoint.durable import make_dirs
-from relit_storage.errors import FencedError, StorageError
+from relit_storage.errors import StorageError
 from relit_storage.run.layout import manifest_key, step_prefix
 from relit_storage.stores.protocol import ObjectStore
 
@@ -119,9 +120,7 @@ class NodeKeeper:
         self._closing = threading.Event()
         self._uploader = Uploader(self._folders.disk, store, self._closing.wait)
         self._threads: list[threading.Thread] = []
-        self._fence = Fence()
-        self._fence_saved = True
-        self._fence_lock = threading.Lock()
+        self._fence = NodeFence(self._folders.fence, functools.partial(self._crashed, "fence"))
         self._control: ControlPage | None = None
         self._waiting_pins: frozenset[str] = frozenset()
 
@@ -139,7 +138,7 @@ class NodeKeeper:
         self._disk.clean()
         self._slots.adopt()
         self.peers.start()
-        self._fence = load_fence(folders.fence)
+        self._fence.load()
         self._control = ControlPage.create(folders.control)
         if self._control.stop_requested:
             self._pace.hurry("stop")
@@ -186,9 +185,7 @@ class NodeKeeper:
         Raises FencedError if its epoch is over.
         """
         paths = self._folders.for_worker(worker_id)
-        with self._fence_lock:
-            if epoch < self._fence.epoch:
-                raise FencedError(what="epoch", ours=epoch, newest=self._fence.epoch)
+        with self._fence.entering(epoch):
             ticks = start_ticks(pid)
             entry = WorkerEntry(worker_id=worker_id, pid=pid, start_ticks=ticks or 0, epoch=epoch)
             self._workers.add(entry)
@@ -215,11 +212,7 @@ class NodeKeeper:
         restart unless the disk is full: that must not keep this node out of a restore. Raises
         FencedError if a newer epoch has sealed this node, PlatformError if a process does not die.
         """
-        with self._fence_lock:
-            fence = self._fence.raised(epoch, generation)
-            if fence != self._fence or not self._fence_saved:
-                self._fence = fence
-                self._save_fence()
+        self._fence.seal(epoch, generation)
         old = [entry for entry in self._workers.entries() if entry.epoch < epoch]
         with ThreadPoolExecutor(max(1, len(old)), thread_name_prefix="seal") as pool:
             ends = [pool.submit(self._kill, entry) for entry in old]
@@ -251,10 +244,17 @@ class NodeKeeper:
     # ---- disk ----
 
     def persist(
-        self, worker_id: str, path: str, step: int, generation: int, last: bool = False
+        self,
+        worker_id: str,
+        path: str,
+        step: int,
+        generation: int,
+        last: bool = False,
+        vouched: int = 0,
     ) -> None:
         """Queue a slot that the rank has pinned; its outcome is reported, then it is unpinned.
-        last: the run ends with it, so it is written as fast as it can be.
+        last: the run ends with it, so it is written as fast as it can be. vouched: the epoch of a
+        manager that asks for it, though its generation may be over; see NodeFence.
 
         A message that comes late, when the slot holds another step, is ignored: the step it asks
         for was persisted by the sweep. Raises UsageError for a path that is not a slot of this
@@ -263,6 +263,8 @@ class NodeKeeper:
         pooled = self._slots.find(path)
         if pooled is None or pooled.worker_id != worker_id:
             raise UsageError(message=f"{path} is not a slot of worker {worker_id}.")
+        if vouched:
+            self._fence.vouch(vouched, step, generation)
         header = pooled.slot.info()
         if header.complete and (header.step, header.generation) == (step, generation):
             self._queue_persist(pooled)
@@ -274,7 +276,7 @@ class NodeKeeper:
 
         Raises FencedError, CommitConflictError, ManifestError: see DiskTier.publish.
         """
-        self._check_generation(generation)
+        self._fence.check(step, generation)
         self._disk.publish(step, generation, manifest)
 
     def drop(self, steps: Sequence[tuple[int, int]], tier: Tier) -> None:
@@ -332,7 +334,7 @@ class NodeKeeper:
     def _persist(self, pooled: PooledSlot) -> None:
         slot, header = pooled.slot, pooled.slot.info()
         try:
-            self._check_generation(header.generation)
+            self._fence.check(header.step, header.generation)
             self._report(self._write(pooled))
         except (StorageError, OSError) as error:
             self._fail(header.step, header.generation, header.rank, "disk", str(error))
@@ -451,22 +453,9 @@ class NodeKeeper:
     def _queued_persists(self) -> list[tuple[str, int, int]]:
         return [key for key in self._persists.pending() if isinstance(key, tuple)]
 
-    def _check_generation(self, generation: int) -> None:
-        newest = self._fence.generation
-        if generation < newest:
-            raise FencedError(what="generation", ours=generation, newest=newest)
-
     def _kill(self, entry: WorkerEntry) -> None:
         if not kill_and_wait(entry.pid, entry.start_ticks, KILL_TIMEOUT_S):
             raise PlatformError(f"worker {entry.worker_id} (pid {entry.pid}) does not die.")
-
-    def _save_fence(self) -> None:
-        try:
-            save_fence(self._folders.fence, self._fence)
-            self._fence_saved = True
-        except OSError as error:
-            self._fence_saved = False
-            self._crashed("fence", error)
 
     def _control_page(self) -> ControlPage:
         if self._control is None:
