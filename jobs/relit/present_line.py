@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from relit.reading import RunReader
+from relit_platform.control.history import History
 from relit_platform.machines.lineage import Lineage
 from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy
 from relit_storage.run.layout import manifest_key
@@ -22,15 +23,11 @@ def read_line(reader: RunReader) -> Lineage:
 
 
 def line_of(events: Iterable[Mapping[str, Any]]) -> Lineage:
-    """The line that the generations in an event log leave."""
-    starts = []
+    """The line that the generations in an event log leave, as the next supervisor would see it."""
+    history = History()
     for event in events:
-        data = event.get("data") or {}
-        if event.get("kind") == "generation.formed" and isinstance(data.get("start_step"), int):
-            starts.append(
-                (int(event.get("gen") or data.get("generation") or 0), data["start_step"])
-            )
-    return Lineage().merged(sorted(starts))
+        history.add(event)
+    return Lineage().merged(history.for_manager().lineage)
 
 
 def off_the_line(copy: StepCopy, line: Lineage) -> list[Refusal]:
