@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from coordinator_harness import NODE, Bench
+from node_harness import Node, persisted, worker
 from shard_facts import shard, shards
 
-from relit_platform.facts import Waiting
+from relit_platform.facts import ShardUploaded, Waiting
 from relit_platform.machines.checkpoint_state import Limits
 
 SET_BY_S = [400.0, -400.0, 1e6]
@@ -82,3 +83,14 @@ def test_what_is_written_down_is_the_time_of_the_clock(by_s: float) -> None:
     assert formed.at_s == formed.data["noticed_at_s"] == formed.data["filled_at_s"] == bench.now
     assert waiting == {"a": bench.now - 3, "b": bench.now}
     assert NODE in {m["node_id"] for m in formed.data["members"]}
+
+
+def test_an_agents_seconds_are_those_that_passed(node: Node) -> None:
+    """They say what saves cost, from which `auto` finds its spacing."""
+    keeper = node.boot()
+    times = iter(range(0, 10**9, 1000))  # at each look somebody has set the clock
+    keeper._clock = lambda: float(next(times))
+    shard = persisted(node, keeper, worker(keeper)[0], step=7)
+    keeper.upload(7, 1, [0])
+    assert 0 <= shard.seconds < 100
+    assert 0 <= node.wait_for(ShardUploaded)[0].seconds < 100

@@ -19,6 +19,7 @@ import functools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -354,7 +355,7 @@ class NodeKeeper:
         )
 
     def _upload(self, step: int, generation: int, rank: int) -> None:
-        started_s = self._clock()
+        began_s = time.monotonic()
         try:
             record = self._disk.record(step, generation, rank)
             if record is None:
@@ -364,15 +365,14 @@ class NodeKeeper:
         except (StorageError, OSError) as error:
             self._fail(step, generation, rank, "object", str(error))
             return
-        now_s = self._clock()
         self._report(
             ShardUploaded(
                 step=step,
                 generation=generation,
                 rank=rank,
                 node_id=self._node_id,
-                seconds=round(now_s - started_s, 6),
-                at_s=now_s,
+                seconds=round(time.monotonic() - began_s, 6),
+                at_s=self._clock(),
             )
         )
 
