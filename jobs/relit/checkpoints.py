@@ -15,7 +15,9 @@ from typing import Generic, TypeVar
 
 from relit.driving import driving, renewing
 from relit.errors import BadInputError, CheckpointBrokenError, CheckpointNotFoundError
+from relit.present_line import off_the_line, on_the_line, read_line
 from relit.reading import RunReader
+from relit_platform.machines.lineage import Lineage
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.copies import (
     Inventory,
@@ -89,13 +91,16 @@ class Checkpoints:
 
     def first_whole(self, step: int | None, use: Callable[[CopyReader], T]) -> Used[T]:
         """Hand the newest whole copy to `use`, of this step if one is given; what it answered.
+        Without one, what is off the run's present line is passed over, as a restore would.
 
         A copy that is refused, before or while it is used, gives way to the next one; so `use`
         leaves nothing behind when it raises. CheckpointNotFoundError, CheckpointBrokenError.
         """
         refusals: list[Refusal] = []
-        for copy in self.copies(step):
-            said = verify_copy(copy, deep=False)
+        copies = self.copies(step)
+        line = read_line(self._reader) if step is None else Lineage()
+        for copy in copies:
+            said = off_the_line(copy, line) or verify_copy(copy, deep=False)
             if not said:
                 reader = CopyReader(copy)
                 try:
@@ -196,9 +201,16 @@ class Checkpoints:
     # ---- inside ----
 
     def _spared(self, *, deep: bool, on_bytes: OnBytes) -> frozenset[Place]:
+        """The newest step that is whole, and the newest that the run would go back to."""
         inventory = take_inventory(self._reader.store)
         whole = newest_whole(inventory, deep=deep, tier="object", on_bytes=on_bytes)
-        return frozenset() if whole is None else frozenset({(whole.step, whole.generation)})
+        line = read_line(self._reader)
+        if whole is not None and off_the_line(whole, line):
+            left = on_the_line(inventory, line)
+            older = newest_whole(left, deep=deep, tier="object", on_bytes=on_bytes)
+        else:
+            older = whole
+        return frozenset((c.step, c.generation) for c in (whole, older) if c is not None)
 
     def _require_commit(self, step: int) -> Place:
         for record in CommitLog(self._reader.store).replay().commits:

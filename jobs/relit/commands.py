@@ -12,7 +12,11 @@ _MAX_TRIES = 64
 
 
 def send_command(store: ObjectStore, verb: str, reason: str, now: float) -> int:
-    """Write the next command of a run; its number. `store` is the run directory."""
+    """Write the next command of a run; its number. `store` is the run directory.
+
+    Numbers order commands that saw one another. Of another verb's at the same moment the number
+    may be the same: the name of the file, which has both, is what is acknowledged.
+    """
     for number in range(last_command(store) + 1, last_command(store) + 1 + _MAX_TRIES):
         body = {"v": 1, "n": number, "verb": verb, "reason": reason, "at_s": now}
         if store.put_if_absent(layout.command_key(number, verb), _encode(body)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim_state import checksum, token
 
-from relit_platform.facts import Fact
+from relit_platform.facts import Fact, ShardSource
 from relit_platform.machines import incident
 from relit_platform.machines.lineage import Lineage
 from relit_storage.checkpoint.commit_log import CommitLog
@@ -74,6 +74,12 @@ class Check:
         line = Lineage().merged(sorted((g, s) for g, s in self.starts.items() if g < generation))
         manifests = [place for node in self._run.nodes for place in node.manifests]
         return max((s for s, g in manifests if line.on_line(g, s)), default=0)
+
+    def refused(self, shard: ShardSource, step: int, generation: int) -> None:
+        """What a restore was told to read is damaged, if it is refused; nobody has deleted it."""
+        place = (step, generation, shard.rank)
+        there = any(place in node.disk for node in self._run.nodes)
+        assert shard.tier != "disk" or there, f"{place} was deleted under its restore"
 
     def applied(self, rank: SimRank) -> None:
         """A member of an older generation never completes a step once a newer one trains."""

@@ -153,6 +153,7 @@ class SimGroup:
             try:
                 contents.add(reader.load(shard, plan.step, plan.generation))
             except ValueError as error:
+                self._run.check.refused(shard, plan.step, plan.generation)
                 refused = {
                     "tier": plan.tier,
                     "step": plan.step,

@@ -75,7 +75,9 @@ class SimAgents:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._call(node_id, "publish", step, generation, manifest)
 
-    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int, epoch: int
+    ) -> None:
         raise AssertionError("asked for by runs that end early; these do not")
 
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
@@ -177,6 +179,7 @@ class SimManager:
             objects=ObjectTier(self._store, CommitLog(self._store), lambda: self.clock.now),
             background=self,
             clock=lambda: self.clock.now,
+            steady=lambda: self.clock.now,
             sleep=_not_now,
         )
         self.clock.say("manager begins")

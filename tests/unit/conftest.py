@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def s3_endpoint() -> Iterator[str]:
             patch.setenv(name, value)
         patch.delenv("AWS_ENDPOINT_URL", raising=False)
         patch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+        one_write_at_a_time(patch)
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()
@@ -45,6 +47,23 @@ def s3_endpoint() -> Iterator[str]:
         client.create_bucket(Bucket="relit")
         yield endpoint
         server.stop()
+
+
+def one_write_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """moto looks whether an object is there and writes it then, in threads: of racing creates more
+    than one could win, on a busy machine, which no store of that protocol does.
+    """
+    from moto.s3.responses import S3Response
+
+    lock = threading.Lock()
+    for name in ("put_object", "_key_response_post"):
+        real = getattr(S3Response, name)
+
+        def guarded(*args: Any, real: Callable[..., Any] = real, **kwargs: Any) -> Any:
+            with lock:
+                return real(*args, **kwargs)
+
+        patch.setattr(S3Response, name, guarded)
 
 
 @pytest.fixture

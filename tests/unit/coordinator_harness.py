@@ -62,8 +62,10 @@ class FakeAgents:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._note(node_id, "publish", step, generation, manifest)
 
-    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
-        self._note(node_id, "persist", worker_id, path, step, generation)
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int, epoch: int
+    ) -> None:
+        self._note(node_id, "persist", worker_id, path, step, generation, epoch)
 
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         self._note(node_id, "upload", step, generation, tuple(ranks))
@@ -98,6 +100,7 @@ class Bench:
 
     def __init__(self, **config: Any) -> None:
         self.now = 1000.0
+        self.set_by_s = 0.0
         self.queue: list[Callable[[], None]] = []
         self.agents = FakeAgents()
         self.store = MemoryStore()
@@ -114,6 +117,7 @@ class Bench:
             objects=ObjectTier(self.store, self.log, lambda: self.now),
             background=self,
             clock=lambda: self.now,
+            steady=lambda: self.now - self.set_by_s,
             sleep=self.sleep,
         )
         return self.coordinator
@@ -126,6 +130,11 @@ class Bench:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+    def set_clock(self, by_s: float) -> None:
+        """Somebody sets the clock; no time passes."""
+        self.now += by_s
+        self.set_by_s += by_s
 
     def work(self) -> Bench:
         for _ in range(100):

@@ -35,6 +35,7 @@ from relit_platform.facts import (
     NodeInventory,
     RunHistory,
     Tier,
+    WorkerExited,
 )
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.kept_rows import rows_beside
@@ -77,8 +78,10 @@ class OneNode:
     def publish(self, node_id: str, step: int, generation: int, manifest: bytes) -> None:
         self._keeper.publish(step, generation, manifest)
 
-    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
-        self._keeper.persist(worker_id, path, step, generation)
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int, epoch: int
+    ) -> None:
+        self._keeper.persist(worker_id, path, step, generation, True, epoch)
 
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         self._keeper.upload(step, generation, ranks)
@@ -123,6 +126,7 @@ class Life:
             objects=objects,
             background=self,
             clock=time.time,
+            steady=time.monotonic,
             sleep=lambda seconds: None,
         )
         self.epoch = epoch
@@ -173,11 +177,16 @@ class Resumed:
 
 
 def save(
-    root: Path, steps: Sequence[int] = STEPS, held: Sequence[int] = (), rescue: bool = False
+    root: Path,
+    steps: Sequence[int] = STEPS,
+    held: Sequence[int] = (),
+    rescue: bool = False,
+    restores: int = 0,
 ) -> None:
     """The first life: each step on disk, each second one in the object tier, then the end.
 
-    held: later steps that come into memory only. rescue: they are saved before all ends.
+    held: later steps that come into memory only. restores: so many generations begin with the
+    newest of them and end before their first boundary. rescue: it is saved before all ends.
     """
     life = Life(root, epoch=1)
     node = Node.__new__(Node)  # only its child processes: the keeper wants pids it may end
@@ -196,6 +205,8 @@ def save(
         for child in node.children:  # a slot outlives its rank
             child.kill()
             child.communicate()
+        for number in range(restores):
+            _restore_in_vain(life, number)
         if rescue:
             reason = life.coordinator.rescue()
             assert f"step {max(held)} is whole" in reason, reason
@@ -205,6 +216,20 @@ def save(
             child.kill()
             child.communicate()
         life.close()
+
+
+def _restore_in_vain(life: Life, number: int) -> None:
+    names = [f"again-{number}-{rank}" for rank in range(WORLD)]
+    life.settle(lambda: {f.data["worker_id"] for f in life.events("worker.exited")} >= {"w0", "w1"})
+    replies = life.join(*(request(name) for name in names))
+    assert [isinstance(reply, Assignment) for reply in replies] == [True] * WORLD, replies
+    for name in names:
+        life.facts.append(
+            WorkerExited(
+                worker_id=name, node_id=NODE, pid=1, at_s=time.time(), last_step=0, last_phase=""
+            )
+        )
+    life.settle()
 
 
 def _opener(keeper: NodeKeeper, name: str) -> Callable[[int, int, int], Sequence[str]]:

@@ -14,7 +14,8 @@ import pytest
 from relit_platform.facts import ShardPersisted
 from relit_platform.node import adoption
 from relit_platform.node.adoption import adopt_orphans, claim
-from relit_platform.node.disk_tier import DiskTier, Fence, load_fence, save_fence
+from relit_platform.node.disk_tier import DiskTier
+from relit_platform.node.fencing import Fence, load_fence, save_fence
 from relit_platform.node.persist import Writing, persist_slot
 from relit_platform.node.slots import Slot, create_slot
 from relit_storage.checkpoint.durable import make_dirs

@@ -44,9 +44,10 @@ from typing import Any
 import pytest
 import stopped_run
 import torch
+from checkpoint_game import Game
 from node_harness import Node, persisted, snapshot, worker
 from shard_facts import inventory, manifest, shard, shards, uploaded
-from test_checkpoint_machine import Game, failed
+from test_checkpoint_machine import failed
 from test_corruption import copy_of, difference, folder_of, resume
 from test_snapshot import Agent, read
 from torch import nn

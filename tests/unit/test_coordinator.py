@@ -92,6 +92,7 @@ def real_coordinator(agents: FakeAgents, **config: Any) -> Coordinator:
         objects=ObjectTier(store, CommitLog(store), time.time),
         background=Background(pytest.fail),
         clock=time.time,
+        steady=time.monotonic,
         sleep=time.sleep,
     )
 

@@ -44,7 +44,8 @@ from relit_platform.facts import Json, NodeInventory
 from relit_platform.machines.lineage import Lineage
 from relit_platform.machines.restore import Nothing, plan_restore
 from relit_platform.node.adoption import OWNER_FILE, adopt_orphans
-from relit_platform.node.disk_tier import DiskTier, Fence, load_fence
+from relit_platform.node.disk_tier import DiskTier
+from relit_platform.node.fencing import Fence, load_fence
 from relit_platform.worker.restore import load_plan
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.errors import CorruptShardError, NotRestorableError, RelitError

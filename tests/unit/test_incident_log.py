@@ -68,7 +68,7 @@ def taken_over(cut: int, first: MemoryStore, *, written: bool = True) -> MemoryS
         manager.outbox.add(fact)
     pump = supervise(first, manager, 1)
     try:
-        pump.tick(101.0)
+        pump.tick(101.0, 101.0)
         if written:
             pump._flush(101.0, force=True)
     except StoreError:
@@ -114,7 +114,7 @@ def test_manager_and_supervisor_lost_together(after: bool, incidents: int, clock
     for fact in BEFORE:
         manager.outbox.add(fact)
     first = supervise(store, manager, 1)
-    first.tick(101.0)
+    first.tick(101.0, 101.0)
     first._flush(101.0, force=True)
     manager = Manager(clock_s)
     pump = supervise(store, manager, 2)

@@ -20,10 +20,10 @@ from node_harness import (
 )
 
 from relit_platform.errors import PlatformError
-from relit_platform.facts import ShardFailed, WorkerExited
-from relit_platform.node import adoption, workers
+from relit_platform.facts import ShardFailed, ShardPersisted, WorkerExited
+from relit_platform.node import adoption, fencing, workers
 from relit_platform.node import keeper as keeper_module
-from relit_platform.node.disk_tier import Fence, load_fence
+from relit_platform.node.fencing import Fence, load_fence
 from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.processes import kill_and_wait
@@ -74,6 +74,34 @@ def test_an_older_generation_is_refused(node: Node) -> None:
     snapshot(keeper, path, 9, generation=2)
     keeper.persist("w0", path, 9, 2)
     assert "generation 2 is over" in node.wait_for(ShardFailed)[0].reason
+
+
+def test_a_manager_vouches_for_one_step_of_an_older_generation(node: Node) -> None:
+    keeper = node.boot()
+    paths = worker(keeper)
+    keeper.seal(epoch=1, generation=3)  # this very process is a worker of epoch 1
+    for path, step in zip(paths, (7, 8), strict=False):
+        snapshot(keeper, path, step, generation=2)
+    keeper.persist("w0", paths[0], 7, 2, vouched=1)
+    shard = node.wait_for(ShardPersisted)[0]
+    keeper.persist("w0", paths[1], 8, 2)
+    assert "generation 2 is over" in node.wait_for(ShardFailed)[0].reason, "the rank's own word"
+    keeper.publish(7, 2, manifest_of(shard))
+    keeper.seal(epoch=1, generation=3)
+    with pytest.raises(FencedError):
+        keeper.publish(7, 2, manifest_of(shard))
+    assert [place[:2] for place in keeper.inventory().manifests] == [(7, 2)]
+
+
+def test_a_manager_whose_epoch_is_over_vouches_for_nothing(node: Node) -> None:
+    keeper = node.boot()
+    path = worker(keeper)[0]
+    snapshot(keeper, path, 7, generation=2)
+    keeper._fence.seal(epoch=2, generation=3)  # without the end of this very process
+    with pytest.raises(FencedError):
+        keeper.persist("w0", path, 7, 2, vouched=1)
+    with pytest.raises(FencedError):
+        keeper.publish(7, 2, b"")
 
 
 def test_seal_kills_older_epochs_and_lasts(node: Node) -> None:
@@ -154,7 +182,7 @@ def test_a_full_disk_keeps_no_node_out_of_a_restore(
     keeper.hello("old", node.child(), 1)
     saved = load_fence(keeper._folders.fence)
     with monkeypatch.context() as full:
-        full.setattr(keeper_module, "save_fence", no_space)
+        full.setattr(fencing, "save_fence", no_space)
         keeper.seal(epoch=2, generation=5)
         assert [fact.worker_id for fact in node.wait_for(WorkerExited)] == ["old"]
         with pytest.raises(FencedError):

@@ -63,6 +63,7 @@ class Run:
             objects=ObjectTier(store, CommitLog(store), time.time),
             background=self,
             clock=time.time,
+            steady=time.monotonic,
             sleep=lambda seconds: None,
         )
         self.coordinator.start_epoch(1)

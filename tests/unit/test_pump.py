@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from coordinator_harness import make_config
 
+from relit_platform.control import outbox
 from relit_platform.control import pump as module
+from relit_platform.control.outbox import Outbox
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Drained, Fact
-from relit_storage.run import segments
+from relit_storage.run import event_log, layout, segments
 from relit_storage.run.event_log import read_events, read_rows
 from relit_storage.run.lease import Lease
 from relit_storage.stores.memory import MemoryStore
@@ -90,11 +94,11 @@ def test_rows_without_room_stay_with_the_manager(
     manager = Manager(steps=(1, 2))
     pump = make_pump(store, manager, monkeypatch)
     monkeypatch.setattr(segments, "MAX_PENDING_BYTES", 0)
-    pump.tick(time.time())
+    pump.tick(time.time(), time.monotonic())
     monkeypatch.undo()
     assert (manager.drained, pump.history().rows_whole_to) == ([(0, 0)], 0)
     for later_s in (10.0, 20.0, 30.0):
-        pump.tick(time.time() + later_s)
+        pump.tick(time.time(), time.monotonic() + later_s)
     assert (manager.drained[1], manager.drained[-1]) == ((0, 0), (1, 1))
     assert [row["step"] for row in read_rows(store)] == [1, 2]
 
@@ -104,7 +108,91 @@ def test_rows_that_were_not_written_are_not_taken_for_written(
 ) -> None:
     """Neither those before the newest one that are missing, nor those that no segment has yet."""
     pump = make_pump(store, Manager(steps=(1, 2, 5)), monkeypatch)
-    pump.tick(time.time() - 1e6)  # nothing is due
+    pump.tick(time.time(), time.monotonic() - 1e6)  # nothing is due
     assert pump.history().rows_whole_to == 0
-    pump.tick(time.time())
+    pump.tick(time.time(), time.monotonic())
     assert (pump.history().last_row_step, pump.history().rows_whole_to) == (5, 2)
+
+
+def test_a_clock_that_is_set_back_does_not_stop_the_rounds(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump = make_pump(store, Manager(), monkeypatch)
+    monkeypatch.setattr(module, "STATUS_EVERY_S", 0.01)
+    pump.start(lambda: None)
+
+    def updated_at_s() -> float:
+        found = json.loads(store.get(layout.STATUS)) if store.size(layout.STATUS) else {}
+        return float(found.get("updated_at_s", 0.0))
+
+    wait_until(lambda: updated_at_s() > 0)
+    set_s = time.time() - 3600.0
+    monkeypatch.setattr(time, "time", lambda: set_s)
+    wait_until(lambda: updated_at_s() == set_s)
+    pump.close("SUCCEEDED", "", {})
+
+
+class Full(Manager):
+    """A manager with more to tell than the pump has room for, batch by batch."""
+
+    def __init__(self, items: int, at_once: int) -> None:
+        super().__init__()
+        self.outbox = Outbox(1.0)
+        self.at_once = at_once
+        for step in range(1, items + 1):
+            self.outbox.add(Fact(kind="told", at_s=float(step), src="manager", step=step))
+            self.outbox.add({"step": step, "loss": 1.0, "generation": 1, "at_s": float(step)})
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        status = {"epoch": self.epoch, "manager_pid": 7, "phase": "done"}
+        return self.outbox.drain(args[0], status, args[1]) if method == "drain" else None
+
+
+@pytest.mark.parametrize(
+    ("at_once", "room_bytes"), [(1, 600), (4, 1500), (7, 3000), (40, 9000), (4096, 16 << 20)]
+)
+def test_what_had_no_room_is_written_at_the_end(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, at_once: int, room_bytes: int
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_PER_DRAIN", at_once)
+    monkeypatch.setattr(segments, "MAX_PENDING_BYTES", room_bytes)
+    monkeypatch.setattr(event_log, "MAX_PENDING_BYTES", room_bytes)
+    pump = make_pump(store, Full(items=50, at_once=at_once), monkeypatch)
+    pump.close("SUCCEEDED", "", {})
+    told = [event["step"] for event in read_events(store) if event["kind"] == "told"]
+    assert told == list(range(1, 51))
+    assert [row["step"] for row in read_rows(store)] == list(range(1, 51))
+
+
+@pytest.mark.parametrize(
+    ("sent", "stops"),
+    [
+        (("1-stop",), True),
+        (("1-stop", "2-resume"), False),
+        (("1-resume", "2-stop"), True),
+        (("1-resume", "1-stop"), True),
+        (("1-stop", "2-resume", "2-stop"), True),
+        (("1-stop", "2-stop", "3-resume", "3-resize"), False),
+    ],
+)
+def test_every_command_is_heard_though_two_have_one_number(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, sent: tuple[str, ...], stops: bool
+) -> None:
+    manager = Manager()
+    pump = make_pump(store, manager, monkeypatch)
+    keys = [layout.command_key(int(n), verb) for n, verb in (one.split("-") for one in sent)]
+    for key in keys:
+        store.put(key, b"{}")
+    for later_s in (0.0, 10.0):
+        pump.tick(time.time(), time.monotonic() + later_s)
+    assert ("request_stop" in manager.calls) is stops
+    pump.close("STOPPED", "", {})
+    acked = [e["data"]["command"] for e in read_events(store) if e["kind"] == "control.acked"]
+    assert sorted(acked) == sorted(keys)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

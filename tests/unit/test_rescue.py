@@ -97,7 +97,7 @@ def test_the_agents_are_asked_and_the_step_goes_to_every_tier() -> None:
     bench.agents.stock[NODE] = memory((7, 1, 0), (7, 1, 1))
     assert "step 7 is whole" in bench.coordinator.rescue()
     assert bench.agents.named("persist") == [
-        (NODE, "persist", f"w{rank}", f"/shm/n1/{rank}-7", 7, 1) for rank in range(2)
+        (NODE, "persist", f"w{rank}", f"/shm/n1/{rank}-7", 7, 1, 1) for rank in range(2)
     ]
     assert bench.coordinator.status()["saving"]
     assert "on its way" in bench.coordinator.rescue()
@@ -127,11 +127,14 @@ def test_an_agent_that_cannot_be_asked_holds_nobody_up() -> None:
     assert failed.step == 7 and "does not answer" in failed.data["reason"]
 
 
-@pytest.mark.parametrize(("rescued", "step"), [(True, 37), (False, 30)])
+@pytest.mark.parametrize(
+    ("rescued", "restores", "step"), [(True, 0, 37), (False, 0, 30), (True, 1, 37), (True, 3, 37)]
+)
 def test_a_run_that_ended_early_goes_on_where_memory_was(
-    tmp_path: Path, rescued: bool, step: int
+    tmp_path: Path, rescued: bool, restores: int, step: int
 ) -> None:
-    save(tmp_path, held=(36, 37), rescue=rescued)
+    """Also when later generations have begun with it and saved nothing of their own."""
+    save(tmp_path, held=(36, 37), rescue=rescued, restores=restores)
     again = resume(tmp_path)
     assert again.step == step
     assert again.tensors is not None

@@ -56,10 +56,13 @@ class RayAgents:
         """See AgentPort.publish."""
         self._call(node_id, WRITE_TIMEOUT_S, "publish", step, generation, manifest)
 
-    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int, epoch: int
+    ) -> None:
         """See AgentPort.persist."""
         # Asked for when ranks have died: nothing may hold it back.
-        self._call(node_id, CALL_TIMEOUT_S, "persist", worker_id, path, step, generation, True)
+        wanted = (worker_id, path, step, generation, True, epoch)
+        self._call(node_id, CALL_TIMEOUT_S, "persist", *wanted)
 
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:
         """See AgentPort.upload."""

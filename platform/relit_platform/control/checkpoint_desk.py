@@ -29,6 +29,7 @@ from relit_platform.machines.checkpoint_state import (
     LogFailed,
     Logged,
     Measured,
+    NotDeleted,
     Note,
     Pins,
     Publish,
@@ -71,7 +72,7 @@ class CheckpointDesk:
         background: BackgroundPort,
         reenter: Reenter,
         say: Say,
-        clock: Callable[[], float],
+        steady: Callable[[], float],
     ) -> None:
         limits = Limits(
             persist_deadline_s=_persist_deadline_s(config.checkpoint),
@@ -88,7 +89,7 @@ class CheckpointDesk:
         self._background = background
         self._reenter = reenter
         self._say = say
-        self._clock = clock
+        self._steady = steady
         self._manifests: dict[Key, bytes] = {}
         self._manifests_lock = threading.Lock()
         self._upload_asked_s: dict[Key, float] = {}
@@ -103,13 +104,13 @@ class CheckpointDesk:
 
     def feed(self, event: CheckpointEvent) -> None:
         """Advance the machine and start what it asks for. Under the coordinator's lock."""
-        self.book, actions = advance(self.book, event, self._clock())
+        self.book, actions = advance(self.book, event, self._steady())
         for action in actions:
             match action:
                 case Publish():
                     self._later(self._publish, action.checkpoint)
                 case Upload():
-                    self._upload_asked_s = {action.checkpoint.key: self._clock()}
+                    self._upload_asked_s = {action.checkpoint.key: self._steady()}
                     self._later(self._upload, action.checkpoint)
                 case LogCommit():
                     self._later(self._commit, action.checkpoint)
@@ -123,7 +124,7 @@ class CheckpointDesk:
     def tick(self) -> None:
         """Deadlines, and uploads that an agent may have forgotten. A few times a second at most."""
         self.feed(Deadline())
-        now = self._clock()
+        now = self._steady()
         for checkpoint in self.book.steps.values():
             asked_s = self._upload_asked_s.get(checkpoint.key)
             stalled = asked_s is not None and now - asked_s > UPLOAD_AGAIN_S
@@ -242,7 +243,7 @@ class CheckpointDesk:
 
     def _ask_pins(self) -> None:
         """One question at a time: its answer serves all that has committed until then."""
-        now = self._clock()
+        now = self._steady()
         if now - self._pins_asked_s > PINS_AGAIN_S:
             self._pins_asked_s = now
             self._later(self._read_pins)
@@ -262,7 +263,13 @@ class CheckpointDesk:
             self._reenter(Pins(steps=self._pins))
 
     def _discard(self, action: Discard, tries: int = 1) -> None:
-        """Deleting is best effort: what stays behind is found again at the next start."""
+        """Deleting is best effort: what stays behind is found again at the next start.
+
+        A restore may have begun to use the step since this was asked for.
+        """
+        if (action.step, action.generation) in self.book.protected:
+            self._reenter(NotDeleted(discard=action))
+            return
         try:
             if action.tier == "object":
                 self._objects.retire(self.epoch, action.step, action.generation)

@@ -53,6 +53,7 @@ from relit_platform.machines.checkpoint_state import (
     Finishing,
     Note,
     Persisting,
+    Restoring,
 )
 from relit_platform.machines.generation import (
     Event,
@@ -75,7 +76,11 @@ STOP_AGAIN_S = 1.0
 
 
 class Coordinator:
-    """See the module's text. Every public method may be called from any thread."""
+    """See the module's text. Every public method may be called from any thread.
+
+    clock gives Unix seconds, for what is written down and compared with other processes' times;
+    steady measures waiting: no setting of the clock may look like time that has passed.
+    """
 
     def __init__(
         self,
@@ -85,14 +90,15 @@ class Coordinator:
         objects: ObjectPort,
         background: BackgroundPort,
         clock: Callable[[], float],
+        steady: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
         self._config = config
         self._agents = agents
         self._objects = objects
         self._background = background
-        self._clock = clock
-        self._patience = Patience(clock, sleep)
+        self._steady = steady
+        self._patience = Patience(steady, sleep)
         self._changed = threading.Condition()  # re-entrant: background work may come back at once
         self._epoch_lock = threading.Lock()
         self._blocked = 0
@@ -107,7 +113,7 @@ class Coordinator:
             background=background,
             reenter=self._checkpoint,
             say=self._note,
-            clock=clock,
+            steady=steady,
         )
         self._cadence = CadenceDesk(
             config=config, journal=self._journal, space=self._saves.space_object, clock=clock
@@ -119,6 +125,7 @@ class Coordinator:
             checkpoints=self._saves,
             plan=self._plan,
             clock=clock,
+            steady=steady,
         )
         self._rescuer = Rescuer(
             agents=agents,
@@ -134,7 +141,7 @@ class Coordinator:
             background=background,
             epoch=lambda: self._members.state.epoch,
             say=self._say,
-            clock=clock,
+            steady=steady,
         )
         self._planner = Planner(
             config=config,
@@ -143,7 +150,7 @@ class Coordinator:
             background=background,
             answer=self._planned,
             listen=self._peers.listen,
-            clock=clock,
+            steady=steady,
         )
 
     # ---- the supervisor's calls ----
@@ -171,6 +178,8 @@ class Coordinator:
                 self._saves.measured(history.metrics.items())
                 self._cadence.remember(history)
                 self._peers.soon()
+                if not found.holders and self._members.state.unfinished():
+                    self._saves.feed(Restoring())  # nobody has state: whatever is there may be it
                 self._adopt(found)
                 if not self._members.state.unfinished():
                     self._saves.feed(Finishing())
@@ -209,7 +218,7 @@ class Coordinator:
             if not self._members.state.stopping:
                 self._members.say("stop.requested", {"reason": reason})
             self._feed(StopRequested(reason=reason))
-            now = self._clock()
+            now = self._steady()
             if now - self._stop_told_s < STOP_AGAIN_S:
                 return
             self._stop_told_s = now
@@ -223,21 +232,21 @@ class Coordinator:
 
     def join(self, request: JoinRequest, wait_s: float) -> JoinReply:
         """Ask for a place: answered as soon as it is decided, else with Waiting after wait_s."""
-        deadline_s = self._clock() + wait_s
+        deadline_s = self._steady() + wait_s
         worker = request.worker_id
         with self._changed:
             replies = self._members.replies
             if self._blocked >= MAX_BLOCKED_JOINS:
-                deadline_s = min(deadline_s, self._clock() + 0.1)
+                deadline_s = min(deadline_s, self._steady() + 0.1)
             replies.pop(worker, None)
             heard_epoch = self._joined(request, wait_s)
             self._blocked += 1
             try:
-                while worker not in replies and self._clock() < deadline_s:
+                while worker not in replies and self._steady() < deadline_s:
                     self._changed.wait(self._pause_s(deadline_s))
                     self._tick()
                     if heard_epoch != self._members.state.epoch and worker not in replies:
-                        heard_epoch = self._joined(request, deadline_s - self._clock())
+                        heard_epoch = self._joined(request, deadline_s - self._steady())
             finally:
                 self._blocked -= 1
             return replies.get(worker) or self._waiting(worker)
@@ -391,15 +400,15 @@ class Coordinator:
 
     def _pause_s(self, deadline_s: float) -> float:
         """Until the answer is due, or a silent member loses its place."""
-        now = self._clock()
+        now = self._steady()
         due = next_deadline(self._members.state)
         ends = [deadline_s, now + TICK_S] + ([due] if due is not None and due > now else [])
         return max(0.0, min(ends) - now)
 
     def _tick(self) -> None:
         self._feed(Tick())
-        if abs(self._clock() - self._ticked_s) >= TICK_S:  # a clock may be set back
-            self._ticked_s = self._clock()
+        if self._steady() - self._ticked_s >= TICK_S:
+            self._ticked_s = self._steady()
             self._saves.tick()
             self._peers.tick()
 
@@ -438,6 +447,8 @@ class Coordinator:
             if answer.plan_id != state.plan_id or state.phase is not Phase.PLANNING:
                 return
             self._members.learn(max((i.fence for i in answer.inventories), default=0))
+            if plan := answer.source and answer.source.plan:
+                self._saves.feed(Restoring(steps=frozenset({(plan.step, plan.generation)})))
             self._adopt(Found(inventories=list(answer.inventories)))
             error = answer.error
             if answer.source is not None and answer.source.kind == "fresh":

@@ -14,7 +14,7 @@ from relit_platform.control.journal import Journal
 from relit_platform.control.rebuild import Found
 from relit_platform.facts import Dismissed, JoinReply, Refused, RunHistory, Verdict, WorkerExited
 from relit_platform.machines.budget import BudgetState, note_recovery, note_user_error
-from relit_platform.machines.checkpoint_state import GenerationFormed
+from relit_platform.machines.checkpoint_state import GenerationFormed, Restoring
 from relit_platform.machines.generation import (
     Action,
     Announce,
@@ -45,6 +45,7 @@ class GenerationDesk:
         checkpoints: CheckpointDesk,
         plan: Callable[[PlanRestore], None],
         clock: Callable[[], float],
+        steady: Callable[[], float],
     ) -> None:
         scaling = config.scaling
         self.state = GenerationState(world=scaling.workers, spares=scaling.spares)
@@ -55,11 +56,12 @@ class GenerationDesk:
         self._checkpoints = checkpoints
         self._plan = plan
         self._clock = clock
+        self._steady = steady
         self._restoring: frozenset[tuple[int, int]] = frozenset()
 
     def feed(self, event: Event) -> bool:
         """Advance the machine and perform what it asks for; True if somebody may have an answer."""
-        self.state, actions = advance(self.state, event, self._clock())
+        self.state, actions = advance(self.state, event, self._steady())
         reached = self.state
         for action in actions:
             self._perform(action)
@@ -189,6 +191,7 @@ class GenerationDesk:
                 refused = Refused(reason=action.reason, newest_generation=self.state.newest)
                 self._reply(action.worker_id, refused)
             case PlanRestore():
+                self._checkpoints.feed(Restoring())
                 self._plan(action)
             case Emit():
                 self._emitted(action)
@@ -208,7 +211,7 @@ class GenerationDesk:
             self._restoring = frozenset({(plan.step, plan.generation)} if plan else ())
 
     def _emitted(self, action: Emit) -> None:
-        data = self.with_marks(action.data)
+        data = self.with_marks(_dated(action.data, self._clock() - self._steady()))
         match action.kind:
             case "generation.lost":
                 self._generation_lost(data)
@@ -243,3 +246,17 @@ class GenerationDesk:
         self.say("generation.lost", data, "warning")
         if not verdict.go_on:
             self.halt(verdict)
+
+
+def _dated(data: Mapping[str, Any], ahead_s: float) -> dict[str, Any]:
+    """What the machine emits, its times in Unix seconds: the machine itself counts on the steady
+    clock, which is so much behind. Times that came with a request are Unix seconds already.
+    """
+    dated = dict(data)
+    if "filled_at_s" in data:
+        dated["filled_at_s"] = data["filled_at_s"] + ahead_s
+        dated["members"] = [
+            {**member, "waiting_since_s": member["waiting_since_s"] + ahead_s}
+            for member in data["members"]
+        ]
+    return dated

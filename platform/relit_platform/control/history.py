@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relit_platform.control.row_book import metric_values
@@ -28,7 +29,9 @@ class History:
     run's, by its last supervisor. told: number of the manager's newest fact that was written.
     metrics: by step, the number by which checkpoints are judged. failures: closed incidents, by the
     tier that the state came from in the end, formed_tier. trained_s: the steps of all rows
-    together, up to last_end. spacing: what `auto` found last.
+    together, up to last_end. spacing: what `auto` found last. forming: the newest generation and
+    its start, as long as it may still be refused its state: then it cuts nothing off, so that the
+    run goes back to what was refused once that is whole again.
     """
 
     started_at_s: float = 0.0
@@ -50,6 +53,7 @@ class History:
     last_end: tuple[Ended, ...] = ()
     spacing: dict[str, Any] = field(default_factory=dict)
     tail: RowTail = field(default_factory=RowTail)
+    forming: tuple[int, int] | None = None
 
     @classmethod
     def read(
@@ -80,9 +84,13 @@ class History:
             self.generation = max(self.generation, generation)
             self.formed_tier = str(data.get("tier") or "")
             start = data.get("start_step", data.get("step", event.get("step")))
-            if start is not None and generation not in [g for g, _ in self.lineage]:
-                self.lineage.append((generation, int(start)))
-                self.tail.formed(generation, int(start))
+            known = [*self.lineage, *([self.forming] if self.forming else [])]
+            if start is not None and generation not in [g for g, _ in known]:
+                self._began()
+                self.forming = (generation, int(start))
+        elif kind in ("generation.lost", "member.fault") and data.get("fault") == "restore_refused":
+            if self.forming and self.forming[0] == event.get("gen"):
+                self.forming = None
         elif kind == "incident.closed":
             self.recoveries += 1
             kind_of_it = kind_of(self.formed_tier)
@@ -113,12 +121,18 @@ class History:
 
     def wrote(self, row: Mapping[str, Any]) -> None:
         """A metric row is in the run directory."""
-        step = int(row["step"])
+        step, generation = int(row["step"]), int(row.get("generation") or 0)
+        if self.forming and generation >= self.forming[0]:
+            self._began()
         self.last_row_step = max(self.last_row_step, step)
-        self.tail.wrote(int(row.get("generation") or 0), step)
+        self.tail.wrote(generation, step)
 
     def for_manager(self) -> RunHistory:
         """The part that the manager needs to begin an epoch."""
+        if self.forming:  # nobody has said that it was refused: it may have begun by now
+            began = replace(self, lineage=[*self.lineage], tail=copy.deepcopy(self.tail))
+            began._began()
+            return began.for_manager()
         return RunHistory(
             generation=self.generation,
             last_row_step=self.last_row_step,
@@ -135,6 +149,13 @@ class History:
             trained_s=self.trained_s,
             spacing=self.spacing,
         )
+
+    def _began(self) -> None:
+        """What formed last had its state: the line goes on from there."""
+        if self.forming:
+            self.lineage.append(self.forming)
+            self.tail.formed(*self.forming)
+        self.forming = None
 
 
 def _submitted_at(store: ObjectStore) -> float:

@@ -46,6 +46,7 @@ class CheckpointManager:
             objects=ObjectTier(store, CommitLog(store), time.time),
             background=Background(_report),
             clock=time.time,
+            steady=time.monotonic,
             sleep=time.sleep,
         )
 

@@ -37,16 +37,16 @@ class PeerDesk:
         background: BackgroundPort,
         epoch: Callable[[], int],
         say: Callable[[str, dict[str, Any]], None],
-        clock: Callable[[], float],
+        steady: Callable[[], float],
     ) -> None:
         self._on = config.checkpoint.peer != "off"
         self._agents = agents
         self._background = background
         self._epoch = epoch
         self._say = say
-        self._clock = clock
+        self._steady = steady
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._looked_s = clock()
+        self._looked_s = steady()
         self._lock = threading.Lock()
         self._busy = False
         self._again = False
@@ -56,12 +56,12 @@ class PeerDesk:
 
     def tick(self) -> None:
         """Time has passed: look at the nodes now and then."""
-        if abs(self._clock() - self._looked_s) >= ARRANGE_EVERY_S:  # a clock may be set back
+        if self._steady() - self._looked_s >= ARRANGE_EVERY_S:
             self.soon()
 
     def soon(self) -> None:
         """An agent has come: look at the nodes at once."""
-        self._looked_s = self._clock()
+        self._looked_s = self._steady()
         with self._lock:
             if not self._on or self._busy:
                 self._again = self._busy
@@ -116,8 +116,8 @@ class PeerDesk:
             endpoint = self._agents.listen(node, self._secret, epoch)
         except (AgentError, RelitError):
             known = self._met.get(node)
-            return known[0] if known and abs(self._clock() - known[1]) < GRACE_S else None
-        self._met[node] = (endpoint, self._clock())
+            return known[0] if known and self._steady() - known[1] < GRACE_S else None
+        self._met[node] = (endpoint, self._steady())
         return endpoint
 
     def _tell(self, node: str, peer: str, endpoint: Endpoint | None, epoch: int) -> bool:

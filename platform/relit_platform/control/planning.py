@@ -48,7 +48,7 @@ class Planner:
         background: BackgroundPort,
         answer: Callable[[Answer], None],
         listen: Callable[[str, int], None],
-        clock: Callable[[], float],
+        steady: Callable[[], float],
     ) -> None:
         self._config = config
         self._agents = agents
@@ -56,7 +56,7 @@ class Planner:
         self._background = background
         self._answer = answer
         self._listen = listen
-        self._clock = clock
+        self._steady = steady
 
     def plan(self, request: PlanRestore, began_s: float | None = None) -> None:
         """Answer once, now or after retries; what does not answer is asked again first.
@@ -73,9 +73,9 @@ class Planner:
             silent.append(f"object tier: {error}")
         answer = self._choose(request, inventories, commits, silent)
         found = answer.source is not None and answer.source.kind == "checkpoint"
-        began_s = self._clock() if began_s is None else began_s
+        began_s = self._steady() if began_s is None else began_s
         patience_s = PATIENCE_S if found else LAST_PATIENCE_S
-        if silent and self._clock() - began_s < patience_s:
+        if silent and self._steady() - began_s < patience_s:
             self._background.submit(partial(self.plan, request, began_s), RETRY_S)
             return
         if silent and not found:

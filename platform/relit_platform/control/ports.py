@@ -43,8 +43,12 @@ class AgentPort(Protocol):
         """Create the manifest on the node's disk tier, exclusively, synced."""
         ...
 
-    def persist(self, node_id: str, worker_id: str, path: str, step: int, generation: int) -> None:
-        """Queue a slot for the node's disk, as its rank would; answers come as facts."""
+    def persist(
+        self, node_id: str, worker_id: str, path: str, step: int, generation: int, epoch: int
+    ) -> None:
+        """Queue a slot for the node's disk, as its rank would; answers come as facts. The manager
+        of this epoch vouches that it is on the line, should its generation be over.
+        """
         ...
 
     def upload(self, node_id: str, step: int, generation: int, ranks: Sequence[int]) -> None:

@@ -37,6 +37,7 @@ TICK_S = 0.2
 STATUS_EVERY_S = 0.5
 COMMANDS_EVERY_S = 1.0
 DRAIN_TIMEOUT_S = 10.0
+MAX_LAST_BATCHES = 256  # many more than the manager keeps, in batches as small as buffers are
 
 
 class Pump:
@@ -114,7 +115,7 @@ class Pump:
     def new_epoch(self, lease: Lease) -> None:
         """A new life of the workers under a new lease; segments carry its number from now on."""
         with self._lock:
-            self._flush(time.time(), force=True)
+            self._flush(time.monotonic(), force=True)
             self._lease = lease
             metric = self._config.checkpoint.metric
             self._history = History.read(self._store, read_events(self._store), metric)
@@ -127,11 +128,11 @@ class Pump:
         if self._thread is not None:
             self._thread.join(DRAIN_TIMEOUT_S * 2)
         with self._lock:
-            self._drain()
+            self._drain_to_the_end()
             for record in self._incidents.finish(time.time()):
                 self._closed(record, 0, None)
             self.set_state(state, reason)
-            self._until_written(lambda: self._flush(time.time(), force=True))
+            self._until_written(lambda: self._flush(time.monotonic(), force=True))
             self._until_written(lambda: self._write_status(time.time()))
             body = self._redactor.data(
                 {**result, "incidents": self._incidents.count, "status": self._status}
@@ -144,7 +145,7 @@ class Pump:
         while not self._halt.wait(TICK_S):
             try:
                 with self._lock:
-                    self.tick(time.time())
+                    self.tick(time.time(), time.monotonic())
             except FencedError as fenced:
                 self.fenced = int(fenced.newest)
                 self._on_fenced()
@@ -154,17 +155,21 @@ class Pump:
             except ray.exceptions.RayError as error:
                 print(f"relit: the manager is away, trying again: {error}", flush=True)
 
-    def tick(self, now: float) -> None:
-        """One round; raises StoreError or RayError for the caller to log, FencedError to obey."""
+    def tick(self, now: float, steady_s: float) -> None:
+        """One round; raises StoreError or RayError for the caller to log, FencedError to obey.
+
+        steady_s: what is due goes by a clock that nobody sets; `now`, set back by an hour, would
+        stop commands, status and renewals for an hour.
+        """
         self._drain()
         if self._stopping:
             self._manager.link.send("request_stop", self._stopping)
-        self._flush(now)
-        if self._due("lease", now, self._config.recovery.lease_s / 4):
+        self._flush(steady_s)
+        if self._due("lease", steady_s, self._config.recovery.lease_s / 4):
             self._lease.renew(now)
-        if self._due("status", now, STATUS_EVERY_S):
+        if self._due("status", steady_s, STATUS_EVERY_S):
             self._write_status(now)
-        if self._due("commands", now, COMMANDS_EVERY_S):
+        if self._due("commands", steady_s, COMMANDS_EVERY_S):
             self._read_commands(now)
 
     def _due(self, what: str, now: float, every_s: float) -> bool:
@@ -174,31 +179,41 @@ class Pump:
         return True
 
     def _drain(self) -> None:
-        while True:
-            drained: Drained = self._manager.link.call(
-                "drain", self._after, self._written, timeout_s=DRAIN_TIMEOUT_S
-            )
-            self._check_epoch(drained.status)
-            self._manager_changed(drained.status)
-            for fact in drained.facts:
-                if fact.number > self._history.told:  # else the supervisor before us wrote it
-                    self._take(fact)
-            if not self._append(drained.rows):
-                return  # the store is far behind; the manager keeps them, and tells them again
-            if drained.overflow:
-                self._take(
-                    Fact(
-                        kind="log.overflow",
-                        at_s=time.time(),
-                        src="manager",
-                        level="warning",
-                        data={"dropped": drained.overflow},
-                    )
-                )
-            self._after = drained.next
-            self._status = dict(drained.status)
-            if not drained.more:
+        while self._drain_batch():
+            pass
+
+    def _drain_to_the_end(self) -> None:
+        """Nobody will ask again: room is made for each batch, should the store have been away."""
+        for _ in range(MAX_LAST_BATCHES):
+            self._until_written(lambda: self._flush(time.monotonic(), force=True))
+            if self._drain_batch() is False:
                 return
+
+    def _drain_batch(self) -> bool | None:
+        """Whether there is more. None: there is no room for it now."""
+        drained: Drained = self._manager.link.call(
+            "drain", self._after, self._written, timeout_s=DRAIN_TIMEOUT_S
+        )
+        self._check_epoch(drained.status)
+        self._manager_changed(drained.status)
+        for fact in drained.facts:
+            if fact.number > self._history.told:  # else the supervisor before us wrote it
+                self._take(fact)
+        if not self._append(drained.rows):
+            return None  # the store is far behind; the manager keeps them, and tells them again
+        if drained.overflow:
+            self._take(
+                Fact(
+                    kind="log.overflow",
+                    at_s=time.time(),
+                    src="manager",
+                    level="warning",
+                    data={"dropped": drained.overflow},
+                )
+            )
+        self._after = drained.next
+        self._status = dict(drained.status)
+        return drained.more
 
     def _append(self, rows: Iterable[dict[str, Any]]) -> bool:
         """False if there is no room for all of them."""
@@ -293,13 +308,17 @@ class Pump:
         self._store.put(layout.STATUS, _json(body))
 
     def _read_commands(self, now: float) -> None:
-        """Obey each command once; a stop that a later resume has overtaken is only acknowledged."""
-        keys = {number: key for key in self._store.list("control/") if (number := _number(key))}
-        resumed = max((n for n, key in keys.items() if _verb(key) == "resume"), default=0)
-        for number, key in sorted(keys.items()):
+        """Obey each command once; a stop that a later resume has overtaken is only acknowledged.
+
+        A stop and a resume that were sent at once have one number: neither came first, and a stop
+        that is lost costs more than one that has to be followed by another resume.
+        """
+        found = [(n, key) for key in self._store.list("control/") if (n := _number(key))]
+        resumed = max((n for n, key in found if _verb(key) == "resume"), default=0)
+        for number, key in sorted(found):
             if key in self._history.acked:
                 continue
-            if _verb(key) == "stop" and number > resumed:
+            if _verb(key) == "stop" and number >= resumed:
                 self.request_stop(self._reason_of(key))
             self._take(
                 Fact(

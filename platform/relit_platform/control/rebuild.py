@@ -30,8 +30,8 @@ class Patience:
     Since when is remembered over calls, so that a caller that was cut short may begin again.
     """
 
-    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        self._clock = clock
+    def __init__(self, steady: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self._steady = steady
         self._sleep = sleep
         self._silent_since_s: dict[str, float] = {}
 
@@ -41,7 +41,7 @@ class Patience:
             try:
                 answer = call()
             except (AgentError, StoreError):
-                now = self._clock()
+                now = self._steady()
                 if now - self._silent_since_s.setdefault(what, now) >= PATIENCE_S:
                     raise
                 self._sleep(PAUSE_S)

@@ -102,7 +102,12 @@ class Rescuer:
     def _persist(self, slot: SlotInfo) -> None:
         try:
             self._agents.persist(
-                slot.node_id, slot.worker_id, slot.path, slot.step, slot.generation
+                slot.node_id,
+                slot.worker_id,
+                slot.path,
+                slot.step,
+                slot.generation,
+                self._saves.epoch,
             )
         except (AgentError, PlatformError, StorageError) as error:
             failed = ShardFailed(

@@ -22,6 +22,8 @@
     COMMITTED, DURABLE  Pins: retention, on its last tier      EXPIRED    Discard
     off the line        Pins, and a commit of a newer          EXPIRED    Discard on that tier
                         generation on that tier
+    any                 Restoring, until the new generation    unchanged  Discards are withheld
+                        shows a step of its own                           (see holding.py)
     any                 event of a step that is off the line,  unchanged  count it
                         terminal, or in another phase
 
@@ -55,6 +57,7 @@ from relit_platform.machines.checkpoint_state import (
     LogFailed,
     Logged,
     Measured,
+    NotDeleted,
     Note,
     Outcome,
     Persisting,
@@ -63,9 +66,11 @@ from relit_platform.machines.checkpoint_state import (
     Published,
     PublishFailed,
     ReadPins,
+    Restoring,
     Upload,
 )
 from relit_platform.machines.expiry import discard, discards, retained
+from relit_platform.machines.holding import restoring, settled, withholding
 from relit_platform.machines.object_cadence import measured, object_due, outward
 
 OPEN, PERSISTED = CheckpointPhase.OPEN, CheckpointPhase.PERSISTED
@@ -75,6 +80,7 @@ DURABLE = CheckpointPhase.DURABLE
 
 def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome:
     """The next book and what has to be done; see the table above. Pure and total."""
+    book, first = settled(book, event)
     match event:
         case Persisting():
             book, actions = _persisting(book, event, now)
@@ -94,6 +100,10 @@ def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome
             book, actions = _failed(book, event)
         case GenerationFormed():
             book, actions = _generation_formed(book, event, now)
+        case Restoring():
+            book, actions = restoring(book, event.steps), []
+        case NotDeleted():
+            actions = [event.discard]
         case Adopted():
             book, actions = _adopted(book, event.checkpoint, now)
         case Finishing():
@@ -101,7 +111,7 @@ def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome
         case Deadline():
             book, actions = _deadline(book, now)
     book, more = _next_upload(book, now)
-    return _forget_oldest(book), actions + more
+    return withholding(_forget_oldest(book), [*first, *actions, *more])
 
 
 def _persisting(book: CheckpointBook, event: Persisting, now: float) -> Outcome:
@@ -226,6 +236,7 @@ def _generation_formed(book: CheckpointBook, event: GenerationFormed, now: float
         book,
         lineage=book.lineage.started(event.generation, start),
         protected=event.protected,
+        restoring=bool(event.protected),
         finishing=False,
         metrics={step: value for step, value in book.metrics.items() if step <= start},
         began_s=book.began_s or now,

@@ -107,7 +107,8 @@ class Checkpoint:
 class CheckpointBook:
     """All steps that some tier may hold, and what was ignored, by reason. finishing: no step
     comes after those that are under way. metrics: by step of the line, as far as rows told.
-    began_s: when the first generation was formed.
+    began_s: when the first generation was formed. restoring: a restore is under way; protected:
+    steps that it uses, or the one before it used; withheld: deletions that wait for that.
     """
 
     limits: Limits = Limits()
@@ -118,6 +119,8 @@ class CheckpointBook:
     ignored: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[int, float] = field(default_factory=dict)
     began_s: float = 0.0
+    restoring: bool = False
+    withheld: tuple[Discard, ...] = ()
 
     def having(self, known: Checkpoint) -> CheckpointBook:
         """The book with this step as it is now."""
@@ -193,6 +196,20 @@ class GenerationFormed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restoring:
+    """A restore is being planned, or its plan has taken these steps."""
+
+    steps: frozenset[Key] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotDeleted:
+    """A deletion that was on its way found its step in use by a restore, and left it."""
+
+    discard: Discard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
     """A re-created manager found this step: with a manifest on disk, or in the commit log."""
 
@@ -234,6 +251,8 @@ CheckpointEvent = (
     | Logged
     | LogFailed
     | GenerationFormed
+    | Restoring
+    | NotDeleted
     | Adopted
     | Measured
     | Pins

@@ -29,8 +29,10 @@ TIERS: tuple[Tier, ...] = ("disk", "object")
 
 def retained(book: CheckpointBook, pinned: frozenset[int]) -> Outcome:
     """The book without what no tier has to keep, and the deletions. Steps that still have to be
-    uploaded stay on disk.
+    uploaded stay on disk. Nothing goes during a restore: which step it takes is not known yet.
     """
+    if book.restoring:
+        return book, []
     actions: list[CheckpointAction] = []
     for tier in TIERS:
         book, more = _off_the_line(book, tier, pinned)

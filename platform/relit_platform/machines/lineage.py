@@ -57,3 +57,8 @@ class Lineage:
     def newest_start(self) -> int:
         """Where the newest generation started; 0 when there was none."""
         return self.entries[-1][1] if self.entries else 0
+
+    @property
+    def newest_generation(self) -> int:
+        """The newest generation that has started; 0 when there was none."""
+        return self.entries[-1][0] if self.entries else 0

@@ -16,7 +16,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 
-from relit_platform.node.disk_tier import Fence, load_fence, save_fence
+from relit_platform.node.fencing import Fence, load_fence, save_fence
 from relit_platform.node.paths import FENCE_FILE
 from relit_platform.node.processes import start_ticks
 from relit_storage.checkpoint.durable import make_dirs, read_file, sync_dir, write_file

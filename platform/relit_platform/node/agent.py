@@ -131,10 +131,18 @@ class NodeAgent:
         self._keeper.release_slots(worker_id, paths)
 
     def persist(
-        self, worker_id: str, path: str, step: int, generation: int, last: bool = False
+        self,
+        worker_id: str,
+        path: str,
+        step: int,
+        generation: int,
+        last: bool = False,
+        vouched: int = 0,
     ) -> None:
-        """Queue a pinned slot for this node's disk; last: nothing holds it back."""
-        self._keeper.persist(worker_id, path, step, generation, last)
+        """Queue a pinned slot for this node's disk; last: nothing holds it back. vouched: the epoch
+        of the manager, if it is that who asks.
+        """
+        self._keeper.persist(worker_id, path, step, generation, last, vouched)
 
     def persist_growing(self, worker_id: str, path: str, step: int, generation: int) -> None:
         """Begin to write a snapshot that a worker is still copying."""

@@ -1,4 +1,4 @@
-"""A node's disk tier: shard records, published manifests, and the fence.
+"""A node's disk tier: shard records and published manifests.
 
 The directory is the truth; nothing is remembered in memory. Files of a step lie together below
 `checkpoints/steps/`, with the names they get in the object tier.
@@ -7,11 +7,9 @@ The directory is the truth; nothing is remembered in memory. Files of a step lie
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from relit_platform.errors import UsageError
@@ -23,11 +21,9 @@ from relit_storage.checkpoint.durable import (
     make_dirs,
     read_file,
     sync_dir,
-    write_file,
 )
 from relit_storage.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from relit_storage.checkpoint.manifest_entries import ShardEntry
-from relit_storage.checkpoint.manifest_schema import check_types
 from relit_storage.errors import (
     CommitConflictError,
     CorruptShardError,
@@ -40,41 +36,6 @@ from relit_storage.run.layout import (
     parse_step_prefix,
     step_prefix,
 )
-
-MAX_FENCE_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """What is over on this node: epochs below `epoch`, generations below `generation`."""
-
-    epoch: int = 0
-    generation: int = 0
-
-    def raised(self, epoch: int, generation: int) -> Fence:
-        """The fence after sealing; it never goes down. Raises FencedError for an older epoch."""
-        if epoch < self.epoch:
-            raise FencedError(what="epoch", ours=epoch, newest=self.epoch)
-        return Fence(epoch, max(generation, self.generation))
-
-
-def load_fence(path: str) -> Fence:
-    """The fence that was saved, or the lowest one if it is damaged, too.
-
-    The next epoch seals the node again; a node that cannot start would lose all that it holds.
-    """
-    try:
-        saved = json.loads(read_file(path, MAX_FENCE_BYTES))
-        check_types(saved, {"epoch": int, "generation": int}, "fence")
-    except (OSError, ValueError, RecursionError):
-        return Fence()
-    return Fence(saved["epoch"], saved["generation"])
-
-
-def save_fence(path: str, fence: Fence) -> None:
-    """Make the fence outlive this process and this machine's power."""
-    data = json.dumps({"epoch": fence.epoch, "generation": fence.generation})
-    write_file(path, [data.encode()])
 
 
 class DiskTier:

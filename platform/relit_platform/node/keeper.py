@@ -19,6 +19,7 @@ import functools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -34,7 +35,8 @@ from relit_platform.facts import (
     WorkerExited,
 )
 from relit_platform.node.adoption import adopt_orphans, claim
-from relit_platform.node.disk_tier import DiskTier, Fence, load_fence, save_fence
+from relit_platform.node.disk_tier import DiskTier
+from relit_platform.node.fencing import NodeFence
 from relit_platform.node.heartbeat import ControlPage
 from relit_platform.node.log_shipping import LogShipper
 from relit_platform.node.paths import NodeFolders, NodePaths
@@ -48,7 +50,7 @@ from relit_platform.node.workers import WorkerEntry, WorkerRegister
 from relit_platform.node.yielding import step_back
 from relit_platform.run_config import CheckpointConfig
 from relit_storage.checkpoint.durable import make_dirs
-from relit_storage.errors import FencedError, StorageError
+from relit_storage.errors import StorageError
 from relit_storage.run.layout import manifest_key, step_prefix
 from relit_storage.stores.protocol import ObjectStore
 
@@ -110,12 +112,13 @@ class NodeKeeper:
         self._workers = WorkerRegister(self._folders.workers, self._folders.heartbeats)
         self._watch = ProcessWatch()
         self._logs = LogShipper(self._folders.logs, store)
+        self._fence = NodeFence(self._folders.fence, functools.partial(self._crashed, "fence"))
         self._persister = Persister(
             node_id,
             self._folders.disk,
             config,
             self._slots,
-            check_generation=self._check_generation,
+            check=self._fence.check,
             alive=self._workers.alive,
             report=report,
             crashed=self._crashed,
@@ -126,9 +129,6 @@ class NodeKeeper:
         self._closing = threading.Event()
         self._uploader = Uploader(self._folders.disk, store, self._closing.wait)
         self._threads: list[threading.Thread] = []
-        self._fence = Fence()
-        self._fence_saved = True
-        self._fence_lock = threading.Lock()
         self._control: ControlPage | None = None
 
     # ---- life ----
@@ -145,7 +145,7 @@ class NodeKeeper:
         self._disk.clean()
         self._slots.adopt()
         self.peers.start()
-        self._fence = load_fence(folders.fence)
+        self._fence.load()
         self._control = ControlPage.create(folders.control)
         if self._control.stop_requested:
             self._persister.pace.hurry("stop")
@@ -190,9 +190,7 @@ class NodeKeeper:
         Raises FencedError if its epoch is over.
         """
         paths = self._folders.for_worker(worker_id)
-        with self._fence_lock:
-            if epoch < self._fence.epoch:
-                raise FencedError(what="epoch", ours=epoch, newest=self._fence.epoch)
+        with self._fence.entering(epoch):
             ticks = start_ticks(pid)
             entry = WorkerEntry(worker_id=worker_id, pid=pid, start_ticks=ticks or 0, epoch=epoch)
             self._workers.add(entry)
@@ -219,11 +217,7 @@ class NodeKeeper:
         restart unless the disk is full: that must not keep this node out of a restore. Raises
         FencedError if a newer epoch has sealed this node, PlatformError if a process does not die.
         """
-        with self._fence_lock:
-            fence = self._fence.raised(epoch, generation)
-            if fence != self._fence or not self._fence_saved:
-                self._fence = fence
-                self._save_fence()
+        self._fence.seal(epoch, generation)
         old = [entry for entry in self._workers.entries() if entry.epoch < epoch]
         with ThreadPoolExecutor(max(1, len(old)), thread_name_prefix="seal") as pool:
             ends = [pool.submit(self._kill, entry) for entry in old]
@@ -255,15 +249,24 @@ class NodeKeeper:
     # ---- disk ----
 
     def persist(
-        self, worker_id: str, path: str, step: int, generation: int, last: bool = False
+        self,
+        worker_id: str,
+        path: str,
+        step: int,
+        generation: int,
+        last: bool = False,
+        vouched: int = 0,
     ) -> None:
         """Queue a slot that the rank has pinned; its outcome is reported, then it is unpinned.
-        last: the run ends with it, so it is written as fast as it can be.
+        last: the run ends with it, so it is written as fast as it can be. vouched: the epoch of a
+        manager that asks for it, though its generation may be over; see NodeFence.
 
         A message that comes late, when the slot holds another step, is ignored: the step it asks
         for was persisted by the sweep. Raises UsageError for a path that is not a slot of this
         worker.
         """
+        if vouched:
+            self._fence.vouch(vouched, step, generation)
         self._persister.ask(worker_id, path, step, generation, last)
 
     def persist_growing(self, worker_id: str, path: str, step: int, generation: int) -> None:
@@ -279,7 +282,7 @@ class NodeKeeper:
 
         Raises FencedError, CommitConflictError, ManifestError: see DiskTier.publish.
         """
-        self._check_generation(generation)
+        self._fence.check(step, generation)
         self._disk.publish(step, generation, manifest)
 
     def drop(self, steps: Sequence[tuple[int, int]], tier: Tier) -> None:
@@ -327,7 +330,7 @@ class NodeKeeper:
     # ---- tasks ----
 
     def _upload(self, step: int, generation: int, rank: int) -> None:
-        started_s = self._clock()
+        began_s = time.monotonic()
         try:
             record = self._disk.record(step, generation, rank)
             if record is None:
@@ -337,15 +340,14 @@ class NodeKeeper:
         except (StorageError, OSError) as error:
             self._fail(step, generation, rank, str(error))
             return
-        now_s = self._clock()
         self._report(
             ShardUploaded(
                 step=step,
                 generation=generation,
                 rank=rank,
                 node_id=self._node_id,
-                seconds=round(now_s - started_s, 6),
-                at_s=now_s,
+                seconds=round(time.monotonic() - began_s, 6),
+                at_s=self._clock(),
             )
         )
 
@@ -411,22 +413,9 @@ class NodeKeeper:
         self._slots.free_dead(alive, busy, floor, before)
         return alive, busy
 
-    def _check_generation(self, generation: int) -> None:
-        newest = self._fence.generation
-        if generation < newest:
-            raise FencedError(what="generation", ours=generation, newest=newest)
-
     def _kill(self, entry: WorkerEntry) -> None:
         if not kill_and_wait(entry.pid, entry.start_ticks, KILL_TIMEOUT_S):
             raise PlatformError(f"worker {entry.worker_id} (pid {entry.pid}) does not die.")
-
-    def _save_fence(self) -> None:
-        try:
-            save_fence(self._folders.fence, self._fence)
-            self._fence_saved = True
-        except OSError as error:
-            self._fence_saved = False
-            self._crashed("fence", error)
 
     def _control_page(self) -> ControlPage:
         if self._control is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def persist_slot(slot: Slot, how: Writing) -> ShardPersisted:
     whole snapshot or was overwritten meanwhile, CommitConflictError if a published step holds
     other bytes, OSError if the disk fails; then there is no record of this shard.
     """
-    started_s = how.clock()
+    began_s = time.monotonic()
     header = slot.info()
     if not header.complete:
         raise CorruptShardError(file=slot.path, reason="slot holds no complete snapshot")
@@ -80,7 +81,7 @@ def persist_slot(slot: Slot, how: Writing) -> ShardPersisted:
     _forget_record(how.root, header)
     written = _write_files(slot, header, how, how.pace)
     slot.check_unchanged(sequence)
-    return _record(written, how, started_s)
+    return _record(written, how, began_s)
 
 
 def persist_growing(growing: Growing, how: Writing) -> ShardPersisted:
@@ -90,7 +91,7 @@ def persist_growing(growing: Growing, how: Writing) -> ShardPersisted:
     this shard on disk, which only `persist_slot` may replace; else as `persist_slot`. Then there is
     no record of this shard.
     """
-    started_s, slot, header = how.clock(), growing.slot, growing.header
+    began_s, slot, header = time.monotonic(), growing.slot, growing.header
     if read_record(how.root, header.step, header.generation, header.rank) is not None:
         raise GivenUp("there is a record of this shard")
     _refuse_if_published(how.root, header)
@@ -107,7 +108,7 @@ def persist_growing(growing: Growing, how: Writing) -> ShardPersisted:
     written = _write_files(slot, header, how, pace)
     if not growing.whole():
         raise GivenUp("another snapshot has begun in its slot")
-    return _record(written, how, started_s)
+    return _record(written, how, began_s)
 
 
 def record_path(root: str, step: int, generation: int, rank: int) -> str:
@@ -188,10 +189,10 @@ def _forget_record(root: str, header: SlotHeader) -> None:
     sync_dir(os.path.dirname(path))
 
 
-def _record(written: ShardPersisted, how: Writing, started_s: float) -> ShardPersisted:
-    """Make a shard count whose files are written."""
-    now_s = how.clock()
-    written = dataclasses.replace(written, seconds=round(now_s - started_s, 6), at_s=now_s)
+def _record(written: ShardPersisted, how: Writing, began_s: float) -> ShardPersisted:
+    """Make a shard count whose files are written. began_s: of the monotonic clock."""
+    seconds = round(time.monotonic() - began_s, 6)
+    written = dataclasses.replace(written, seconds=seconds, at_s=how.clock())
     record = json.dumps(dataclasses.asdict(written), sort_keys=True).encode()
     write_file(record_path(how.root, written.step, written.generation, written.rank), [record])
     return written

@@ -29,7 +29,7 @@ Report = Callable[[object], None]
 
 
 class Persister:
-    """Thread-safe. check_generation raises FencedError for one that is over; alive names the
+    """Thread-safe. check(step, generation) raises FencedError for what is over; alive names the
     workers whose processes are there.
     """
 
@@ -40,7 +40,7 @@ class Persister:
         config: CheckpointConfig,
         slots: SlotPool,
         *,
-        check_generation: Callable[[int], None],
+        check: Callable[[int, int], None],
         alive: Callable[[], frozenset[str]],
         report: Report,
         crashed: Callable[[str, Exception], None],
@@ -48,7 +48,7 @@ class Persister:
     ) -> None:
         self._node_id = node_id
         self._slots = slots
-        self._check_generation = check_generation
+        self._check = check
         self._alive = alive
         self._report = report
         self._clock = clock
@@ -126,7 +126,7 @@ class Persister:
         """
         alive = functools.partial(self._is_alive, pooled.worker_id)
         try:
-            self._check_generation(generation)
+            self._check(step, generation)
             growing = Growing(pooled.slot, step, generation, alive)
             self._report(persist_growing(growing, self._how))
         except (GivenUp, StorageError, OSError):
@@ -140,7 +140,7 @@ class Persister:
     def _persist(self, pooled: PooledSlot) -> None:
         slot, header = pooled.slot, pooled.slot.info()
         try:
-            self._check_generation(header.generation)
+            self._check(header.step, header.generation)
             self._report(persist_slot(slot, self._how))
         except (StorageError, OSError) as error:
             self._fail(header, str(error))

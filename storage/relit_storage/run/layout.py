@@ -97,7 +97,7 @@ def incident_key(number: int) -> str:
 
 
 def command_key(number: int, verb: str) -> str:
-    """A client's command; acknowledged by an event that carries its number."""
+    """A client's command; acknowledged by an event that carries this key."""
     return f"control/{number:06d}-{verb}.json"
 
 

@@ -1,0 +1,46 @@
+"""What a run would go back to is not what was cut off its line of history.
+
+A committed step that a rollback has cut off stays on its tier until the new line has a commit
+there. Where nobody names a step, the tools pass it over, as a restore does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from relit.reading import RunReader
+from relit_platform.control.history import History
+from relit_platform.machines.lineage import Lineage
+from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy
+from relit_storage.run.layout import manifest_key
+
+
+def read_line(reader: RunReader) -> Lineage:
+    """The line as the event log tells it; of a run without events nothing is cut off. Blocks."""
+    return line_of(reader.events())
+
+
+def line_of(events: Iterable[Mapping[str, Any]]) -> Lineage:
+    """The line that the generations in an event log leave, as the next supervisor would see it."""
+    history = History()
+    for event in events:
+        history.add(event)
+    return Lineage().merged(history.for_manager().lineage)
+
+
+def off_the_line(copy: StepCopy, line: Lineage) -> list[Refusal]:
+    """Why a restore would not take this copy, whatever its files are like; empty if it may."""
+    cut = line.cut_by(copy.generation, copy.step)
+    if cut is None:
+        return []
+    reason = f"off the line: generation {cut[0]} went back to step {cut[1]}"
+    return [copy.refusal(manifest_key(copy.step, copy.generation), reason)]
+
+
+def on_the_line(inventory: Inventory, line: Lineage) -> Inventory:
+    """Without what was cut off."""
+    return replace(
+        inventory, copies=tuple(c for c in inventory.copies if not off_the_line(c, line))
+    )
