@@ -1,12 +1,17 @@
-"""Bytes to upload, read piece by piece: a part is read once to be signed and once to be sent."""
+"""Bytes to upload, piece by piece: a part is read once to be signed and once to be sent.
+
+A file is sent as spans of it, so that the second reading can be the kernel's own (file_sending).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
-PIECE_BYTES = 1 << 20  # stays in the processor's cache between reading, hashing and sending
+READ_BYTES = 256 << 10  # stays in the processor's cache between reading and hashing
+SEND_BYTES = 1 << 20  # what is paced, and has one timeout, as a whole
 
 
 class ByteSource(Protocol):
@@ -19,6 +24,10 @@ class ByteSource(Protocol):
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[memoryview]:
         """Those bytes in order; each view is valid only until the next one is asked for."""
+        ...
+
+    def sendable(self, start: int, num_bytes: int) -> Iterator[memoryview | FileSpan]:
+        """Those bytes in order and in pieces of up to SEND_BYTES, for the body of a request."""
         ...
 
 
@@ -35,8 +44,12 @@ class BufferSource:
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[memoryview]:
         """Slices of the buffer."""
-        for at in range(start, start + num_bytes, PIECE_BYTES):
-            yield self._view[at : min(at + PIECE_BYTES, start + num_bytes)]
+        for at, count in _cut(start, num_bytes):
+            yield self._view[at : at + count]
+
+    def sendable(self, start: int, num_bytes: int) -> Iterator[memoryview]:
+        """The same slices."""
+        return self.pieces(start, num_bytes)
 
 
 class FileSource:
@@ -57,16 +70,49 @@ class FileSource:
         return self._num_bytes
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[memoryview]:
-        """Pieces of the file; OSError if it shrank."""
-        buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
-        end = start + num_bytes
-        while start < end:
-            got = os.preadv(self._fd, [buffer[: min(PIECE_BYTES, end - start)]], start)
+        """Pieces of the file; FileShrankError if it shrank."""
+        return iter(FileSpan(self._fd, self._name, start, num_bytes))
+
+    def sendable(self, start: int, num_bytes: int) -> Iterator[FileSpan]:
+        """Spans of the file, unread."""
+        for at, count in _cut(start, num_bytes):
+            yield FileSpan(self._fd, self._name, at, count)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """Bytes of an open file that nobody has read yet; iterating reads them into one buffer.
+
+    To a connection that does not know it, it is an iterable of bytes, which http.client sends too.
+    """
+
+    fd: int
+    name: str
+    start: int
+    num_bytes: int
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(READ_BYTES, self.num_bytes)))
+        at, end = self.start, self.start + self.num_bytes
+        while at < end:
+            got = os.preadv(self.fd, [buffer[: min(READ_BYTES, end - at)]], at)
             if got == 0:
-                raise FileShrankError(f"{self._name} shrank to {start} bytes while uploaded")
+                raise self.shrank(at)
             yield buffer[:got]
-            start += got
+            at += got
+
+    def shrank(self, at: int) -> FileShrankError:
+        """The error to raise when nothing is left to read at byte `at`."""
+        return FileShrankError(f"{self.name} shrank to {at} bytes while uploaded")
 
 
 class FileShrankError(ValueError):
     """A file became shorter while it was uploaded: no fault of the store, so never repeated."""
+
+
+def _cut(start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    for at in range(start, start + num_bytes, SEND_BYTES):
+        yield at, min(SEND_BYTES, start + num_bytes - at)

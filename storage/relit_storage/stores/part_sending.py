@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from relit_storage.stores.backoff import Tries
-from relit_storage.stores.byte_source import ByteSource
+from relit_storage.stores.byte_source import ByteSource, FileSpan
 from relit_storage.stores.pace import Pace
 from relit_storage.stores.s3_access import S3Access
 
@@ -81,9 +81,9 @@ def md5_of(source: ByteSource, span: tuple[int, int]) -> str:
 
 def _paced(
     source: ByteSource, span: tuple[int, int], tries: Tries, pace: Pace
-) -> Iterator[memoryview]:
-    for piece in source.pieces(*span):
-        pace.take(piece.nbytes)
+) -> Iterator[memoryview | FileSpan]:
+    for piece in source.sendable(*span):
+        pace.take(len(piece))
         if tries.over:
             raise TimeoutError("the deadline passed while a part was sent")
         yield piece

@@ -165,11 +165,14 @@ def _connections(urllib3: Any, base_url: str, ca_bundle: str | None) -> Any:
         options |= {"cert_reqs": "CERT_REQUIRED", "ca_certs": ca_bundle or _default_roots()}
     from urllib.request import getproxies, proxy_bypass
 
+    from relit_storage.stores.file_sending import POOLS
+
     scheme, host = urlsplit(base_url).scheme, urlsplit(base_url).hostname or ""
     proxy = getproxies().get(scheme)
-    if proxy and not proxy_bypass(host):
-        return urllib3.ProxyManager(proxy, **options)
-    return urllib3.PoolManager(**options)
+    use_proxy = proxy and not proxy_bypass(host)
+    pool = urllib3.ProxyManager(proxy, **options) if use_proxy else urllib3.PoolManager(**options)
+    pool.pool_classes_by_scheme = POOLS
+    return pool
 
 
 def _default_roots() -> str:
