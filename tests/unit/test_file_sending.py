@@ -18,7 +18,7 @@ import pytest
 from relit_storage.stores import file_sending, part_sending, s3_access
 from relit_storage.stores.backoff import Backoff
 from relit_storage.stores.byte_source import (
-    SEND_BYTES,
+    PIECE_BYTES,
     BufferSource,
     ByteSource,
     FileShrankError,
@@ -29,7 +29,7 @@ from relit_storage.stores.pace import Pace
 from relit_storage.stores.part_sending import PartRefusedError, send_part
 from relit_storage.stores.s3_access import S3Access
 
-FILE_BYTES = 3 * SEND_BYTES + 7
+FILE_BYTES = 3 * PIECE_BYTES + 7
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def send(access: S3Access, source: ByteSource, span: tuple[int, int]) -> str:
     return send_part(access, "key", "upload", 1, source, span, tries=tries, pace=Pace())
 
 
-@pytest.mark.parametrize("span", [(0, 1), (5, SEND_BYTES), (SEND_BYTES - 1, 2 * SEND_BYTES + 8)])
+@pytest.mark.parametrize("span", [(0, 1), (5, PIECE_BYTES), (PIECE_BYTES - 1, 2 * PIECE_BYTES + 8)])
 @pytest.mark.parametrize("by", ["kernel", "copy", "buffer"])
 def test_the_bytes_that_were_signed_arrive(
     access: S3Access,
@@ -126,9 +126,9 @@ def test_the_bytes_that_were_signed_arrive(
 
 def flip(path: Path) -> None:
     with path.open("r+b") as file:
-        file.seek(SEND_BYTES + 3)
+        file.seek(PIECE_BYTES + 3)
         byte = file.read(1)[0] ^ 1
-        file.seek(SEND_BYTES + 3)
+        file.seek(PIECE_BYTES + 3)
         file.write(bytes([byte]))
 
 
@@ -136,7 +136,7 @@ def flip(path: Path) -> None:
     ("damage", "error", "words"),
     [
         (flip, PartRefusedError, "HTTP 400"),
-        (lambda path: os.truncate(path, SEND_BYTES), FileShrankError, f"shrank to {SEND_BYTES}"),
+        (lambda path: os.truncate(path, PIECE_BYTES), FileShrankError, f"shrank to {PIECE_BYTES}"),
     ],
     ids=["flipped", "shrunk"],
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 READ_BYTES = 256 << 10  # stays in the processor's cache between reading and hashing
-SEND_BYTES = 1 << 20  # what is paced, and has one timeout, as a whole
+PIECE_BYTES = 1 << 20  # is paced and has one timeout as a whole
 
 
 class ByteSource(Protocol):
@@ -27,7 +27,7 @@ class ByteSource(Protocol):
         ...
 
     def sendable(self, start: int, num_bytes: int) -> Iterator[memoryview | FileSpan]:
-        """Those bytes in order and in pieces of up to SEND_BYTES, for the body of a request."""
+        """Those bytes in order and in pieces of up to PIECE_BYTES, for the body of a request."""
         ...
 
 
@@ -114,5 +114,5 @@ class FileShrankError(ValueError):
 
 
 def _cut(start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    for at in range(start, start + num_bytes, SEND_BYTES):
-        yield at, min(SEND_BYTES, start + num_bytes - at)
+    for at in range(start, start + num_bytes, PIECE_BYTES):
+        yield at, min(PIECE_BYTES, start + num_bytes - at)
