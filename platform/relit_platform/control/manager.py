@@ -141,5 +141,5 @@ def get_or_create_manager(config: RunConfig) -> Any:
         max_restarts=-1,
         max_task_retries=0,  # callers repeat calls themselves; see worker.manager_client
         max_concurrency=CONCURRENCY,
-        scheduling_strategy=home(),
+        resources=home(),
     ).remote(config.to_json())

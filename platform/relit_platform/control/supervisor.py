@@ -307,6 +307,6 @@ def get_or_create_supervisor(store_url: str, run_key: str) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=16,
-        scheduling_strategy=home(),
+        resources=home(),
     )
     return actor.remote(store_url, run_key)
