@@ -225,6 +225,14 @@ class CheckpointBrokenError(JobError):
     fix = "relit ckpt verify RUN --deep names every file that is refused."
 
 
+class EventRefusedError(JobError):
+    """Fields: number, kind (of an event), why."""
+
+    exit_code = FAILED
+    template = "event {number} of the run ({kind}) is not what relit writes: {why}."
+    fix = "which steps were cut off is not known so; a command that takes a step takes it by name."
+
+
 _CALLERS = (
     DriftError,
     LeaseHeldError,

@@ -10,11 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from relit.errors import EventRefusedError
 from relit.reading import RunReader
 from relit_platform.control.history import History
 from relit_platform.machines.lineage import Lineage
 from relit_storage.checkpoint.copies import Inventory, Refusal, StepCopy
 from relit_storage.run.layout import manifest_key
+
+# The events by which History knows the line; all others may be of any version.
+OF_THE_LINE = ("generation.formed", "generation.lost", "member.fault")
 
 
 def read_line(reader: RunReader) -> Lineage:
@@ -23,10 +27,20 @@ def read_line(reader: RunReader) -> Lineage:
 
 
 def line_of(events: Iterable[Mapping[str, Any]]) -> Lineage:
-    """The line that the generations in an event log leave, as the next supervisor would see it."""
+    """The line that the generations in an event log leave, as the next supervisor would see it.
+
+    EventRefusedError for an event of theirs that is not what relit writes: what was cut off is
+    not known then, and a tool that deletes must not guess.
+    """
     history = History()
     for event in events:
-        history.add(event)
+        if event.get("kind") not in OF_THE_LINE:
+            continue
+        try:
+            history.add(event)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise EventRefusedError(number=event.get("seq"), kind=event["kind"], why=why) from error
     return Lineage().merged(history.for_manager().lineage)
 
 

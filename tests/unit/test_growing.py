@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from node_harness import LAYOUT, Node, abandon, wait_until, worker
 
 from relit_platform.facts import ShardFailed, ShardPersisted
 from relit_platform.node import growing as growing_module
+from relit_platform.node import persisting
 from relit_platform.node.growing import GivenUp, Growing
 from relit_platform.node.keeper import NodeKeeper
+from relit_platform.node.persist import persist_slot
+from relit_platform.node.persisting import Persister
 from relit_platform.node.slots import Slot, SlotState, create_slot
 from relit_platform.worker import staging
 from relit_platform.worker.snapshot import Snapshotter
@@ -164,6 +168,19 @@ def test_only_what_is_being_copied_grows(copier: Copier, state: Callable[[Copier
 # ---- in an agent ----
 
 
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No whole slot is persisted before it is set."""
+    gate, real = threading.Event(), persist_slot
+
+    def held(*args: Any) -> ShardPersisted:
+        assert gate.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(persisting, "persist_slot", held)
+    return gate
+
+
 def begun(node: Node, keeper: NodeKeeper, done_bytes: int = CHUNK) -> Copier:
     """Step 7 is being copied, and the agent has written what is there and waits for more."""
     copier = Copier(worker(keeper)[0])
@@ -198,13 +215,55 @@ def test_the_first_chunk_is_on_its_way_before_the_last_is_copied(node: Node) -> 
     assert not copier.slot.pinned and not list(pending(node))
 
 
-def test_a_pinned_snapshot_is_persisted_though_nobody_asks(node: Node) -> None:
-    """The rank died between its pin and its message."""
+def test_a_pinned_snapshot_is_persisted_though_nobody_asks(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank died between its pin and its message. Without the sweep, that would find it, too."""
+    monkeypatch.setattr(Persister, "sweep", lambda self: None)
     keeper = node.boot()
     copier = begun(node, keeper)
     copier.fill(TOTAL)
     copier.commit()
     assert node.wait_for(ShardPersisted)[0].step == 7
+
+
+def test_a_late_question_for_what_was_served_touches_nothing(node: Node) -> None:
+    """Its slot is not pinned any more, and may hold anything by then."""
+    keeper = node.boot()
+    copier = begun(node, keeper)
+    copier.fill(TOTAL)
+    copier.commit()
+    node.wait_for(ShardPersisted)
+    wait_until(lambda: not copier.slot.pinned, "unpinned")
+    keeper.persist("w0", copier.path, *PLACE)
+    assert len(done(node, keeper)) == 1
+
+
+@pytest.mark.parametrize("after", ["another step", "the same step again", "nothing yet"])
+def test_a_question_that_is_answered_late_leaves_the_next_snapshot_alone(
+    node: Node, gate: threading.Event, after: str
+) -> None:
+    """It was queued in time, behind another rank's snapshot, and served early meanwhile."""
+    keeper = node.boot()
+    first, second = (Copier(path) for path in worker(keeper))
+    first.begin(step=6)
+    first.fill(TOTAL)
+    first.commit()
+    keeper.persist("w0", first.path, 6, 1)  # holds the thread
+    second.begin()
+    second.fill(TOTAL)
+    second.commit()
+    keeper.persist("w0", second.path, *PLACE)
+    second.slot.unpin()
+    second.begin(step=8 if after == "another step" else 7)
+    if after != "nothing yet":
+        second.fill(TOTAL, 9)
+        second.slot.commit()
+    if after == "another step":
+        second.slot.pin()
+    gate.set()
+    assert [fact.step for fact in done(node, keeper)] == [6]
+    assert second.slot.pinned is (after == "another step")
 
 
 def given_up(copier: Copier, keeper: NodeKeeper) -> None:
@@ -234,10 +293,11 @@ def test_what_was_given_up_leaves_nothing(
         assert (node.root / facts[0].file).read_bytes() == bytes(copier.slot.image)
         assert copier.slot.image[LAYOUT.header_bytes] == 9
     else:
-        assert not (node.root / shard_key(7, 1, 0)).exists()
+        assert not (node.root / shard_key(7, 1, 0)).parent.parent.exists()
 
 
-def test_a_dead_ranks_copy_holds_up_nobody(node: Node) -> None:
+def test_a_dead_ranks_copy_holds_up_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing_module, "PATIENCE_S", 60.0)
     keeper = node.boot()
     keeper.hello("w1", node.child(), 1)
     [path] = keeper.open_slots("w1", 1, TOTAL, 1000)

@@ -89,7 +89,11 @@ def test_what_is_off_the_line_may_go_at_once() -> None:
 
 
 def test_an_old_generation_does_not_end_the_restore_of_a_newer_one() -> None:
-    game = Game(ON_DISK).committed(10).feed(Restoring())
+    """Not while the plan is made either: the dead have been persisting, and facts come twice."""
+    game = Game(ON_DISK).committed(10).persisted(20)
+    late = PublishFailed(step=20, generation=1, reason="n2 does not answer")
+    game.feed(Restoring(), late, shard(20), Persisting(step=20, generation=1, rank=1, world=2))
+    assert game.book.restoring and gone(game) == []
     plan = frozenset({(10, 1)})
     game.feed(GenerationFormed(generation=2, start_step=10, protected=plan), shard(10))
     assert game.book.restoring
@@ -140,6 +144,23 @@ def test_the_coordinator_keeps_what_its_own_plan_has_chosen() -> None:
     reply = bench.join("d")
     assert isinstance(reply, Assignment) and reply.source.step == 10
     assert bench.work().agents.named("drop") == []
+
+
+def test_a_deletion_under_way_waits_while_a_plan_is_made() -> None:
+    """Any step of the line may be what the plan falls back to."""
+    bench = published_on_one(10)
+    for _ in range(8):
+        bench.queue.pop(0)()
+    deletions, bench.queue = bench.queue, []
+    assert deletions
+    bench.gone("a")
+    bench.gone("b")
+    bench.join("c")
+    bench.coordinator._saves.feed(Restoring())
+    bench.agents.deaf = set()
+    for deletion in deletions:
+        deletion()
+    assert bench.agents.named("drop") == []
 
 
 def test_a_deletion_under_way_does_not_take_what_a_plan_has_chosen() -> None:

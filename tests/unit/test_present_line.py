@@ -12,7 +12,7 @@ from run_files import Driver, submit
 from saved_run import Saved, make_run
 
 from relit.checkpoints import Checkpoints
-from relit.errors import CheckpointBrokenError
+from relit.errors import CheckpointBrokenError, EventRefusedError
 from relit.present_line import line_of
 from relit_storage.errors import RetentionError
 from relit_storage.run.layout import shard_key
@@ -40,6 +40,28 @@ def went_back(run: Saved, *starts: tuple[int, int]) -> None:
 def taken(run: Saved, step: int | None = None) -> tuple[int, int]:
     copy = Checkpoints(run.job.reader).first_whole(step, lambda reader: None).reader.copy
     return copy.step, copy.generation
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "generation.formed", "seq": 4, "data": {"generation": 1, "start_step": "x"}},
+        {"kind": "generation.formed", "seq": 4, "gen": "one", "data": {"start_step": 3}},
+        {"kind": "generation.lost", "seq": 4, "data": "gone"},
+    ],
+)
+def test_an_event_of_the_line_that_relit_never_wrote_is_named(event: dict[str, Any]) -> None:
+    with pytest.raises(EventRefusedError, match="event 4"):
+        line_of([event])
+
+
+def test_events_that_are_not_of_the_line_may_be_of_any_version() -> None:
+    events: list[dict[str, Any]] = [
+        {"kind": "rank.finished", "data": {"value_json": "1", "of_later": True}},
+        {"kind": "rows.lost", "data": {}},
+        {"kind": "generation.formed", "gen": 1, "data": {"generation": 1, "start_step": 0}},
+    ]
+    assert line_of(events) == line_of(events[2:])
 
 
 def test_what_was_cut_off_is_passed_over(saved: Saved) -> None:

@@ -164,6 +164,16 @@ def test_what_had_no_room_is_written_at_the_end(
     assert [row["step"] for row in read_rows(store)] == list(range(1, 51))
 
 
+@pytest.mark.parametrize(("at_once", "room_bytes"), [(40, 600), (50, 1500)])
+def test_rows_of_a_batch_that_never_fits_are_written_all_the_same(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, at_once: int, room_bytes: int
+) -> None:
+    monkeypatch.setattr(segments, "MAX_PENDING_BYTES", room_bytes)
+    pump = make_pump(store, Full(items=50, at_once=at_once), monkeypatch)
+    pump.close("SUCCEEDED", "", {})
+    assert [row["step"] for row in read_rows(store)] == list(range(1, 51))
+
+
 @pytest.mark.parametrize(
     ("sent", "stops"),
     [

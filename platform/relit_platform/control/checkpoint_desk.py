@@ -38,6 +38,7 @@ from relit_platform.machines.checkpoint_state import (
     ReadPins,
     Upload,
 )
+from relit_platform.machines.holding import in_use
 from relit_platform.machines.lineage import Lineage
 from relit_platform.machines.policies import disk_keep, object_cadence, object_keep
 from relit_platform.run_config import CheckpointConfig, RunConfig
@@ -267,7 +268,7 @@ class CheckpointDesk:
 
         A restore may have begun to use the step since this was asked for.
         """
-        if (action.step, action.generation) in self.book.protected:
+        if in_use(self.book, action):
             self._reenter(NotDeleted(discard=action))
             return
         try:

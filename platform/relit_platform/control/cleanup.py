@@ -53,16 +53,19 @@ def close_run(config: RunConfig, *, keep_disk: bool) -> list[str]:
 def _close_agents(names: Sequence[str], remove_disk: bool) -> list[str]:
     """Ask all of them at once; one whose node is gone would answer only after the time is up."""
     asked: dict[Any, str] = {}
+    silent: list[str] = []
     for name in names:
         try:
             actor: Any = ray.get_actor(name, namespace=NAMESPACE)
             asked[actor.close.remote(remove_disk)] = name
         except ValueError:
             continue  # it went on its own
+        except RayError as error:
+            silent.append(f"{name}: {type(error).__name__}")
     if not asked:
-        return []
+        return silent
     ended, late = ray.wait(list(asked), num_returns=len(asked), timeout=CLOSE_TIMEOUT_S)
-    silent = [f"{asked[ref]}: no answer" for ref in late]
+    silent += [f"{asked[ref]}: no answer" for ref in late]
     for ref in ended:
         try:
             ray.get(ref)

@@ -116,7 +116,7 @@ class Coordinator:
             steady=steady,
         )
         self._cadence = CadenceDesk(
-            config=config, journal=self._journal, space=self._saves.space_object, clock=clock
+            config=config, journal=self._journal, space=self._saves.space_object, clock=steady
         )
         self._journal.heard = self._cadence.heard
         self._members = GenerationDesk(
@@ -175,11 +175,11 @@ class Coordinator:
             with self._changed:
                 self._members.begin_epoch(epoch, found, history)
                 self._saves.begin_epoch(epoch, self._members.state.lineage)
+                if not found.holders and self._members.state.unfinished():
+                    self._saves.feed(Restoring())  # nobody has state: whatever is there may be it
                 self._saves.measured(history.metrics.items())
                 self._cadence.remember(history)
                 self._peers.soon()
-                if not found.holders and self._members.state.unfinished():
-                    self._saves.feed(Restoring())  # nobody has state: whatever is there may be it
                 self._adopt(found)
                 if not self._members.state.unfinished():
                     self._saves.feed(Finishing())

@@ -216,10 +216,19 @@ class Pump:
         return drained.more
 
     def _append(self, rows: Iterable[dict[str, Any]]) -> bool:
-        """False if there is no room for all of them."""
+        """False if there is no room for all of them, for the store is away.
+
+        Room is made on the way: rows that are large may be more than the buffer takes, and a batch
+        that never fits would be told again and again.
+        """
         for row in rows:
             if not self._rows.append(row):
-                return False
+                try:
+                    self._flush(time.monotonic(), force=True)
+                except StoreError:
+                    return False
+                if not self._rows.append(row):
+                    return False
             self._appended.append(row)
             self._history.add_row(row)
         return True

@@ -107,8 +107,9 @@ class Checkpoint:
 class CheckpointBook:
     """All steps that some tier may hold, and what was ignored, by reason. finishing: no step
     comes after those that are under way. metrics: by step of the line, as far as rows told.
-    began_s: when the first generation was formed. restoring: a restore is under way; protected:
-    steps that it uses, or the one before it used; withheld: deletions that wait for that.
+    began_s: when the first generation was formed. restoring: a restore is under way, for a
+    generation after `restoring_after`; protected: steps that it uses, or the one before it used;
+    withheld: deletions that wait for that.
     """
 
     limits: Limits = Limits()
@@ -120,6 +121,7 @@ class CheckpointBook:
     metrics: Mapping[int, float] = field(default_factory=dict)
     began_s: float = 0.0
     restoring: bool = False
+    restoring_after: int = 0
     withheld: tuple[Discard, ...] = ()
 
     def having(self, known: Checkpoint) -> CheckpointBook:

@@ -30,8 +30,14 @@ MAX_WITHHELD = 1024  # what is forgotten is found again at the next start, as af
 
 
 def restoring(book: CheckpointBook, steps: frozenset[Key]) -> CheckpointBook:
-    """A restore has begun, or its plan has taken `steps`."""
-    return replace(book, restoring=True, protected=book.protected | steps)
+    """A restore has begun, or its plan has taken `steps`.
+
+    It is for a generation that has not formed: what the newest one so far still shows, late, is no
+    sign that the restore is over.
+    """
+    newest = book.lineage.newest_generation
+    protected = book.protected | steps
+    return replace(book, restoring=True, restoring_after=newest, protected=protected)
 
 
 def settled(book: CheckpointBook, event: CheckpointEvent) -> Outcome:
@@ -49,15 +55,15 @@ def withholding(book: CheckpointBook, actions: list[CheckpointAction]) -> Outcom
     others = [action for action in actions if not isinstance(action, Discard)]
     deletions = (*book.withheld, *(action for action in actions if isinstance(action, Discard)))
     found = list({_identity(d): d for d in deletions}.values())
-    later = [d for d in found if _in_use(book, d)]
-    now = [d for d in found if not _in_use(book, d)]
+    later = [d for d in found if in_use(book, d)]
+    now = [d for d in found if not in_use(book, d)]
     return replace(book, withheld=tuple(later[-MAX_WITHHELD:])), [*others, *now]
 
 
 def _ends_restore(book: CheckpointBook, event: CheckpointEvent) -> bool:
     match event:
         case Persisting() | ShardPersisted():
-            return event.generation >= book.lineage.newest_generation
+            return event.generation > book.restoring_after
         case GenerationFormed():
             return not event.protected  # a member had the state, or there was none
         case Finishing():
@@ -66,7 +72,8 @@ def _ends_restore(book: CheckpointBook, event: CheckpointEvent) -> bool:
             return False
 
 
-def _in_use(book: CheckpointBook, wanted: Discard) -> bool:
+def in_use(book: CheckpointBook, wanted: Discard) -> bool:
+    """True if a restore may read what this would delete."""
     key = wanted.step, wanted.generation
     on_line = book.lineage.on_line(wanted.generation, wanted.step)
     return key in book.protected or (book.restoring and on_line)

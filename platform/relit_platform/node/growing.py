@@ -14,7 +14,7 @@ from collections.abc import Callable
 from relit_platform.node.slots import Slot, SlotHeader, SlotState
 
 LOOK_EVERY_S = 0.002
-PATIENCE_S = 2.0  # without any progress of the copy, other ranks' persists are waiting behind
+PATIENCE_S = 5.0  # without any progress of the copy; other ranks' persists are waiting behind
 
 
 class GivenUp(Exception):

@@ -267,7 +267,8 @@ class NodeKeeper:
         """
         if vouched:
             self._fence.vouch(vouched, step, generation)
-        self._persister.ask(worker_id, path, step, generation, last)
+        pin = bool(vouched)
+        self._persister.ask(worker_id, path, step, generation, last=last, pin=pin)
 
     def persist_growing(self, worker_id: str, path: str, step: int, generation: int) -> None:
         """Begin to write a snapshot that is still being copied: no promise on either side.

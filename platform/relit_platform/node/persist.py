@@ -96,7 +96,9 @@ def persist_growing(growing: Growing, how: Writing) -> ShardPersisted:
         raise GivenUp("there is a record of this shard")
     _refuse_if_published(how.root, header)
     growing.reach(1)  # its header and extras are there
-    make_dirs(os.path.join(how.root, step_prefix(header.step, header.generation)))
+    folder = os.path.join(how.root, step_prefix(header.step, header.generation))
+    make_dirs(folder)
+    _forget_record(how.root, header)  # one that does not load
     done_bytes = 0
 
     def pace(num_bytes: int) -> None:
@@ -105,9 +107,13 @@ def persist_growing(growing: Growing, how: Writing) -> ShardPersisted:
         growing.reach(done_bytes)
         how.pace(num_bytes)
 
-    written = _write_files(slot, header, how, pace)
-    if not growing.whole():
-        raise GivenUp("another snapshot has begun in its slot")
+    try:
+        written = _write_files(slot, header, how, pace)
+        if not growing.whole():
+            raise GivenUp("another snapshot has begun in its slot")
+    except BaseException:
+        _remove_if_empty(folder)  # nobody knows of this step, so nobody would delete it
+        raise
     return _record(written, how, began_s)
 
 
@@ -187,6 +193,16 @@ def _forget_record(root: str, header: SlotHeader) -> None:
     except FileNotFoundError:
         return
     sync_dir(os.path.dirname(path))
+
+
+def _remove_if_empty(folder: str) -> None:
+    """A step's folder of one generation, and the step's."""
+    path = folder.rstrip("/")
+    try:
+        os.rmdir(path)
+        os.rmdir(os.path.dirname(path))
+    except OSError:
+        pass  # other ranks' files, or another generation's, are there
 
 
 def _record(written: ShardPersisted, how: Writing, began_s: float) -> ShardPersisted:

@@ -24,6 +24,7 @@ from relit_storage.errors import StorageError
 
 # All ranks of a node ask at once. Queued is a reference to what is there anyway: never the bound.
 PERSISTS_QUEUED = 4096
+EARLY = "early"  # beside the task for the same snapshot that its rank asks for
 
 Report = Callable[[object], None]
 
@@ -75,11 +76,17 @@ class Persister:
         self.pace.hurry("close")
         self._thread.close(timeout_s)
 
-    def ask(self, worker_id: str, path: str, step: int, generation: int, last: bool) -> None:
-        """See NodeKeeper.persist."""
+    def ask(
+        self, worker_id: str, path: str, step: int, generation: int, *, last: bool, pin: bool
+    ) -> None:
+        """See NodeKeeper.persist. pin: of a manager, for a slot whose rank has not pinned it."""
         pooled = self._own(worker_id, path)
         header = pooled.slot.info()
         if header.complete and (header.step, header.generation) == (step, generation):
+            if pin:
+                pooled.slot.pin()
+            elif not header.pinned:
+                return  # its bytes are on disk or given up: its rank may use it again any moment
             self._queue(pooled)
             if last:  # after it is queued: the task before it may just be ending the hurry
                 self.pace.hurry("last")
@@ -88,11 +95,11 @@ class Persister:
         """See NodeKeeper.persist_growing."""
         pooled = self._own(worker_id, path)
         task = functools.partial(self._begin_early, pooled, step, generation)
-        self._thread.submit((path, step, generation), task)
+        self._thread.submit((EARLY, path, step, generation), task)
 
     def busy(self) -> frozenset[str]:
         """Paths of slots that are queued or being written."""
-        return frozenset(key[0] for key in self._thread.pending() if isinstance(key, tuple))
+        return frozenset(key[-3] for key in self._thread.pending() if isinstance(key, tuple))
 
     def sweep(self) -> None:
         """Persist what has been pinned since the last sweep and was never asked for.
@@ -115,14 +122,13 @@ class Persister:
     def _queue(self, pooled: PooledSlot) -> None:
         header = pooled.slot.info()
         key = (pooled.slot.path, header.step, header.generation)
-        if not self._thread.submit(key, lambda: self._persist(pooled)):
+        if not self._thread.submit(key, functools.partial(self._persist, pooled, header)):
             pooled.slot.unpin()
             self._fail(header, "the persist queue is full")
 
     def _begin_early(self, pooled: PooledSlot, step: int, generation: int) -> None:
-        """Write what is still being copied; what comes of nothing is tried again once it is whole.
-
-        An announcement is no promise: until its rank has asked for it, nobody hears of a failure.
+        """Write what is still being copied. An announcement is no promise: if nothing comes of it
+        nobody hears of that, and the task that its rank has asked for meanwhile finds it pinned.
         """
         alive = functools.partial(self._is_alive, pooled.worker_id)
         try:
@@ -130,25 +136,25 @@ class Persister:
             growing = Growing(pooled.slot, step, generation, alive)
             self._report(persist_growing(growing, self._how))
         except (GivenUp, StorageError, OSError):
-            header = pooled.slot.info()
-            place = header.step, header.generation
-            if header.complete and header.pinned and place == (step, generation):
-                self._persist(pooled)  # its rank has asked meanwhile, and was taken to be served
-        else:
-            self._unpin(pooled)
-
-    def _persist(self, pooled: PooledSlot) -> None:
-        slot, header = pooled.slot, pooled.slot.info()
-        try:
-            self._check(header.step, header.generation)
-            self._report(persist_slot(slot, self._how))
-        except (StorageError, OSError) as error:
-            self._fail(header, str(error))
-        finally:
-            self._unpin(pooled)
-
-    def _unpin(self, pooled: PooledSlot) -> None:
+            return
         pooled.slot.unpin()
+        self._calm()
+
+    def _persist(self, pooled: PooledSlot, asked: SlotHeader) -> None:
+        """Only while its pin holds the slot for this snapshot; else it was served already."""
+        slot, header = pooled.slot, pooled.slot.info()
+        same = (header.step, header.generation) == (asked.step, asked.generation)
+        if header.complete and header.pinned and same:
+            try:
+                self._check(header.step, header.generation)
+                self._report(persist_slot(slot, self._how))
+            except (StorageError, OSError) as error:
+                self._fail(header, str(error))
+            finally:
+                slot.unpin()
+        self._calm()
+
+    def _calm(self) -> None:
         if len(self._thread.pending()) == 1:  # this one
             self.pace.calm("last")
 

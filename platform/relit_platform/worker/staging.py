@@ -29,9 +29,10 @@ from torch import Tensor
 # A copy of less holds the loop up for two milliseconds, about what handing it over may cost.
 OVERLAP_MIN_BYTES = 32 << 20
 
-# A copy goes in so many parts at most, none smaller than that: between two of them the thread may
-# wait for the interpreter's lock.
-MAX_PARTS = 8
+# A copy goes in so many parts, but none smaller than that, for between two of them the thread may
+# wait for the interpreter's lock; and none much larger than this, for the agent waits for them.
+PARTS = 8
+PART_MAX_BYTES = 1 << 30
 
 Committed = Callable[[], object]
 Copied = Callable[[int], object]
@@ -146,9 +147,9 @@ class BackgroundCopy:
 
 
 def parts(sources: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Ranges of tensors to be copied at a time: even by bytes, at most MAX_PARTS, none small."""
+    """Ranges of tensors to be copied at a time: even by bytes, a few, none small or very large."""
     sizes = [source.numel() * source.element_size() for source in sources]
-    wanted = max(OVERLAP_MIN_BYTES, -(-sum(sizes) // MAX_PARTS))
+    wanted = max(OVERLAP_MIN_BYTES, min(PART_MAX_BYTES, -(-sum(sizes) // PARTS)))
     found, begin, size = [], 0, 0
     for end, num_bytes in enumerate(sizes, 1):
         size += num_bytes
