@@ -185,12 +185,17 @@ def figures(records: Sequence[Record], job: JobHandle, lives: Path) -> str:
     """Minimum, median and maximum of the downtimes, and of what is not a process's start."""
     if not records:
         return "none"
+    alone = [record for record in records if len(exited(record)) == 1]
     parts = {
         "downtime": [float(record["downtime_s"]) for record in records],
-        "beyond a process start": [beyond_a_start_s(job, record, lives) for record in records],
+        # Of two kills in a row two processes start, one after the other.
+        f"beyond a process start, {len(alone)} of one kill": [
+            beyond_a_start_s(job, record, lives) for record in alone
+        ],
     }
     spread = "; ".join(
         f"{name} {min(times):.2f} / {statistics.median(times):.2f} / {max(times):.2f} s"
         for name, times in parts.items()
+        if times
     )
     return f"{len(records)} incidents, {spread}"

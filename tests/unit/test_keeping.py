@@ -11,20 +11,28 @@ from shard_facts import manifest, shards, uploaded
 from relit_platform.control.history import History
 from relit_platform.control.object_tier import MAX_COMMITS_READ
 from relit_platform.facts import NodeInventory, RowBatch, RunHistory
+from relit_platform.machines.checkpoint_state import GenerationFormed
 from relit_storage.checkpoint.pins import remove_pin, write_pin
 from relit_storage.errors import StoreUnavailableError
 
 
-def save(bench: Bench, *steps: int) -> Bench:
+def save(bench: Bench, *steps: int, generation: int = 1) -> Bench:
     """Commit these steps on disk, and in the object tier where they go there."""
     for step in steps:
-        for one in shards(step):
+        for one in shards(step, generation):
             bench.coordinator.fact(one)
         bench.work()
         for rank in range(2):
-            bench.coordinator.fact(uploaded(step, rank=rank))
+            bench.coordinator.fact(uploaded(step, generation, rank))
         bench.work()
     return bench
+
+
+def formed(bench: Bench, generation: int, start_step: int) -> None:
+    """A new epoch's first generation, whose members had the state: nothing is restored."""
+    event = GenerationFormed(generation=generation, start_step=start_step)
+    bench.coordinator._saves.feed(event)
+    bench.work()
 
 
 def on_disk(bench: Bench) -> set[int]:
@@ -77,7 +85,9 @@ def test_the_best_by_metric_survive_a_new_manager_and_a_new_supervisor() -> None
     history = RunHistory(generation=1, lineage=((1, 0),), metrics={10: 0.3, 20: 0.1, 30: 0.2})
     bench.again().start_epoch(2, history)
     bench.work()
-    save(bench, 40)
+    assert in_store(bench) == {20, 30}, "a restore may be about to read what is there"
+    formed(bench, 2, 30)
+    save(bench, 40, generation=2)
     assert in_store(bench) == {20, 40}
 
 
@@ -97,7 +107,8 @@ def test_more_commits_than_a_restore_looks_at_are_retired_all_the_same() -> None
     bench.config = Bench(checkpoint={"object_every_steps": 1, "keep_object": 2}).config
     bench.again().start_epoch(2, RunHistory(generation=1, lineage=((1, 0),)))
     bench.work()
-    save(bench, many + 1)
+    formed(bench, 2, many)
+    save(bench, many + 1, generation=2)
     assert in_store(bench) == {many, many + 1}
 
 
@@ -114,7 +125,8 @@ def test_what_was_refused_stays_until_the_new_line_has_committed() -> None:
     bench.again().start_epoch(2, history)
     bench.work()
     assert not bench.agents.named("drop") and in_store(bench) == {10, 20}
-    for one in shards(15, 2):
+    formed(bench, 3, 10)
+    for one in shards(15, 3):
         bench.coordinator.fact(one)
     bench.work()
     assert [call[2] for call in bench.agents.named("drop")] == [((20, 1),)]
