@@ -285,7 +285,7 @@ class RankContext:
             self._recorder.phase("join", self._member.step)
             self._sync = self._member.make_sync(self._objects)
             self._kept = BoundaryState(self._objects)
-            self._recorder.bind(self._objects)
+            self._recorder.bind(self._objects, self._kept.watches)
             self._enter(None)
         return self._member
 
