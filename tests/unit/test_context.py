@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,36 @@ def test_micro_batches_update_once_a_step() -> None:
     rows = local_run(train, {"micro": 3}, seed=3).rows
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [(row["lo"], row["hi"]) for row in rows][:2] == [(0, 8), (8, 16)]
+
+
+class _Loss(torch.Tensor):
+    """Somebody's own kind of loss."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "own", "scaled"])
+def test_gradients_are_those_of_the_weighted_loss(
+    dtype: torch.dtype, shape: tuple[int, ...], kind: str
+) -> None:
+    weight = 0.3 / 7  # no dtype has it
+    x = torch.linspace(0.1, 1.9, 7, dtype=dtype).requires_grad_()
+    run = RankContext.__new__(RankContext)
+    run._outer = None
+    scaler = SimpleNamespace(scale=lambda loss: loss * 8) if kind == "scaled" else None
+    for factor in (weight, weight, weight / 3):
+        found: list[Any] = []
+        for ours in (True, False):
+            loss: Any = (x * x.sin()).sum().reshape(shape)
+            loss = loss.as_subclass(_Loss) if kind == "own" else loss
+            x.grad = None
+            if ours:
+                run._pass_back(loss, factor, scaler)
+            else:
+                product = loss * factor
+                (product if scaler is None else scaler.scale(product)).backward()
+            found.append(x.grad)
+        assert torch.equal(*found)
 
 
 def test_two_local_runs_are_bit_identical() -> None:

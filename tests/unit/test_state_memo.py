@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from relit_platform.errors import NotSavableError
+from relit_platform.worker import signing, state_memo
 from relit_platform.worker.state_memo import StateMemo
 from relit_platform.worker.state_tree import flatten, restore
 
@@ -71,6 +72,7 @@ CHANGES: dict[str, Callable[[Job], None]] = {
     "a step": Job.train,
     "other memory": replace_data,
     "other strides": transpose,
+    "state loaded": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
     "a number": set_extra({"seen": 1, "shape": (1, 2)}),
     "a type": set_extra({"seen": False, "shape": (1, 2)}),
     "a key": set_extra({"known": 0, "shape": (1, 2)}),
@@ -105,6 +107,34 @@ def test_between_steps_the_same_tensors_are_handed_out() -> None:
     assert second is first
     assert not torch.equal(second["model.0.weight"], before["model.0.weight"])
     assert json.loads(text)["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.001)
+
+
+def test_between_steps_nothing_is_looked_at_but_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+
+    def sign(holder: Any) -> Any:
+        if isinstance(holder, nn.Module | torch.optim.Optimizer):
+            looked.append(holder)
+        return signing.sign(holder)
+
+    monkeypatch.setattr(state_memo, "sign", sign)
+    job, memo = Job(), StateMemo()
+    for _ in range(3):
+        job.train()
+        job.check(memo)
+    looked.clear()
+    for rate in (0.5, float("nan"), 0.25):
+        job.train()
+        job.optimizer.param_groups[0]["lr"] = rate
+        job.check(memo)
+    assert looked == []
+    replace_data(job)
+    job.check(memo)
+    assert looked == [job.model], "only what changed"
+    job.optimizer.param_groups[0]["mutable"] = [1]  # could change without being another object
+    job.check(memo)
+    job.optimizer.param_groups[0]["mutable"].append(2)
+    assert b'"mutable": [1, 2]' in memo.flatten(job.objects)[1]
 
 
 def test_what_cannot_be_saved_is_named_at_every_step() -> None:
