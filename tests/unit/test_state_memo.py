@@ -12,8 +12,10 @@ from torch import nn
 
 from relit_platform.errors import NotSavableError
 from relit_platform.worker import signing, state_memo
+from relit_platform.worker.known_texts import KnownTexts
 from relit_platform.worker.state_memo import StateMemo
 from relit_platform.worker.state_tree import flatten, restore
+from relit_platform.worker.watching import Watches
 
 
 class Job:
@@ -152,6 +154,65 @@ def test_the_sign_of_zero_is_a_change() -> None:
         job.extra = {"seen": value}
         texts.append(memo.flatten(job.objects)[1])
     assert b"-0.0" in texts[1] and b"-0.0" not in texts[0]
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer without any settings, as one that is written by hand may be."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, defaults={})
+
+
+def check_alone(optimizer: Any, *, watched: bool) -> None:
+    """Three texts of one memo; a watch answers at the second and the third, or never does."""
+    objects, memo = {"o": optimizer}, StateMemo()
+    expected = json.loads(json.dumps(flatten(objects)[1]))
+    for _ in range(3):
+        assert json.loads(memo.flatten(objects)[1]) == expected
+        assert bool(memo._watched) == watched
+
+
+def test_an_optimizer_without_settings_has_groups_all_the_same() -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    optimizer = Plain([{"params": params[:2]}, {"params": params[2:]}])
+    check_alone(optimizer, watched=True)
+    optimizer.param_groups.clear()
+    check_alone(optimizer, watched=True)
+
+
+def test_a_text_that_is_not_that_of_a_walk_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownTexts, "of", lambda *its, **but: '"lr": 1, ')
+    check_alone(Job().optimizer, watched=False)
+
+
+def test_a_buffer_that_is_not_saved_may_be_of_any_kind() -> None:
+    job, memo = Job(), StateMemo()
+    mask = torch.eye(3).to_sparse()  # has no address
+    job.model.register_buffer("mask", mask, persistent=False)
+    for _ in range(3):
+        job.train()
+        job.check(memo)
+
+
+@pytest.mark.parametrize("kind", ["a pair", "a module"])
+def test_what_a_getter_changes_is_seen_in_what_comes_after_it(kind: str) -> None:
+    late, watches, runs = nn.Sequential(nn.Linear(2, 2)), Watches(), [0]
+
+    def grow() -> dict[str, Any]:
+        runs[0] += 1
+        if runs[0] == 3:
+            late.append(nn.Linear(2, 2))
+        return {}
+
+    getter: Any = (grow, lambda state: None)
+    if kind == "a module":
+        getter = nn.Linear(2, 2)
+        getter.state_dict = grow
+    objects, memo = {"getter": getter, "late": late}, StateMemo(watches)
+    for _ in range(3):
+        watches.token(late)  # as a capture asks ahead of the save
+        tensors, _ = memo.flatten(objects)
+    assert "late.1.weight" in tensors
 
 
 class Extra(nn.Linear):

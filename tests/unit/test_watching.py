@@ -146,6 +146,11 @@ def transposed(tensor: Tensor) -> None:
     tensor.data = tensor.data.t()
 
 
+def sparse(tensor: Tensor) -> None:
+    swap: Any = torch.utils.swap_tensors
+    swap(tensor, torch.eye(3).to_sparse())
+
+
 MOVES: dict[str, Callable[[Tensor], object]] = {
     "other memory": moved,
     "the same memory as another type": viewed,
@@ -153,6 +158,7 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
     "another shape": lambda tensor: tensor.resize_(2, 2),
     "a view of it": lambda tensor: tensor.set_(tensor[1:].clone()),  # type: ignore[call-overload]
     "transposed in place": lambda tensor: tensor.t_(),
+    "one without an address": sparse,
 }
 
 

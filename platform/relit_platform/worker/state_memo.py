@@ -66,10 +66,12 @@ class StateMemo:
                 return known
             self._misses[name] = self._misses.get(name, 0) + 1
         signed = sign(holder)
+        if token is None or not signed.is_read_off:
+            self._watches.begin()  # users' code ran, which may change what comes after it
         if token is not None and signed.is_read_off and self._misses.get(name, 0) < MAX_MISSES:
-            tensors = token.tensors()
-            if all(type(tensor) in PLAIN_TENSORS for tensor in tensors):
-                self._watched[name] = _Watched(token, holder, signed, Places(tensors))
+            found = _Watched.of(token, holder, signed)
+            if found is not None:
+                self._watched[name] = found
         return signed
 
     def _renew(self, objects: Mapping[str, StateHolder], signed: Mapping[str, Signed]) -> None:
@@ -93,11 +95,24 @@ class StateMemo:
 class _Watched:
     """A module or an optimizer as it was found, and what says that it is still so."""
 
-    def __init__(self, token: object, holder: Any, signed: Signed, places: Places) -> None:
+    def __init__(self, token: Any, holder: Any, signed: Signed) -> None:
         self._token = token
-        self._places = places
+        self._places = Places(token.tensors())
         self._signed = signed._replace(settings=None)
-        self._settings = _Settings(holder, signed.settings) if signed.settings else None
+        settings = signed.settings
+        self._settings = None if settings is None else _Settings(holder, settings)
+
+    @classmethod
+    def of(cls, token: Any, holder: Any, signed: Signed) -> _Watched | None:
+        """None for what has to be looked at each time."""
+        if not all(type(tensor) in PLAIN_TENSORS for tensor in token.tensors()):
+            return None
+        try:
+            watched = cls(token, holder, signed)
+        except RuntimeError:  # a sparse tensor, say, has no address
+            return None
+        settings = watched._settings
+        return watched if settings is None or settings.agree(signed.settings) else None
 
     def known(self, token: object) -> Signed | None:
         """What was found, with the present settings; None if it is to be looked at again."""
@@ -123,10 +138,19 @@ class _Settings:
         places = zip(self._optimizer.param_groups, self._texts, self._numbers, strict=True)
         try:
             for group, texts, numbers in places:
-                groups.append(f'{{{texts.of(group, but="params")}, "params": {numbers}}}')
+                own = texts.of(group, but="params")
+                comma = ", " if own else ""  # an optimizer may have no settings at all
+                groups.append(f'{{{own}{comma}"params": {numbers}}}')
         except NotFixedError:
             return ""
         return f"[{', '.join(groups)}]"
+
+    def agree(self, settings: Any) -> bool:
+        """False if the text is not that of a walk. Asked once of a watch: to read again at each
+        step all that lies beside a snapshot would cost more than what is spared here.
+        """
+        text = self.text()
+        return not text or text == json.dumps(_encoded(settings))
 
 
 def _encoded(value: Any) -> Any:

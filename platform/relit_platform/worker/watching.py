@@ -98,13 +98,13 @@ class ModuleWatch:
         )
 
     def tensors(self) -> list[Any]:
-        """All parameters and buffers, some of them more than once if they are shared."""
-        return [
-            its
-            for module in self._modules
-            for its in (*module._parameters.values(), *module._buffers.values())
-            if its is not None
-        ]
+        """All parameters and buffers that are saved, some more than once if they are shared."""
+        found: list[Any] = []
+        for module in self._modules:
+            found += module._parameters.values()
+            unsaved = module._non_persistent_buffers_set
+            found += [its for name, its in module._buffers.items() if name not in unsaved]
+        return [its for its in found if its is not None]
 
 
 class OptimizerWatch:
@@ -154,7 +154,10 @@ class Places:
 
     def same(self) -> bool:
         """True if each tensor is where it was, of the same shape, strides, dtype and device."""
-        return self._look() == self._found
+        try:
+            return self._look() == self._found
+        except RuntimeError:  # it has become one without an address
+            return False
 
     def _look(self) -> list[Any]:
         return [
@@ -167,8 +170,10 @@ class Places:
 class Watches:
     """The watches over a rank's registered objects, for all who ask about them at a boundary.
 
-    What is asked twice in one moment is looked at once: a moment begins when `begin` is called,
-    and in it nobody else's code runs.
+    What is asked twice in one moment is looked at once. A moment begins when `begin` is called,
+    and whoever has let users' code run (a `state_dict` of their own, a loop's body) calls it before
+    anybody asks again. What was asked before stays as it was then, as in a walk of one after the
+    other.
     """
 
     def __init__(self) -> None:
