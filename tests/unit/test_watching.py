@@ -225,3 +225,18 @@ def test_a_parameter_that_gets_an_optimizer_is_kept_no_more() -> None:
         job.other.weight.fill_(3.0)
     kept.rollback()
     assert bool((job.other.weight == 3.0).all())
+
+
+def test_a_getter_may_compute_with_parameters() -> None:
+    job = Job()
+    weight = job.other.weight
+    loaded: list[Tensor] = []
+    pair = (lambda: {"w": weight * 1.0}, lambda its: loaded.append(its["w"]))
+    kept = BoundaryState({"slow": pair})
+    for _ in range(2):
+        kept.capture()
+    expected = weight.detach().clone()
+    with torch.no_grad():
+        weight.zero_()
+    kept.rollback()
+    assert torch.equal(loaded[0], expected) and torch.is_grad_enabled()

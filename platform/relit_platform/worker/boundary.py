@@ -46,11 +46,7 @@ class BoundaryState:
 
     def capture(self) -> None:
         """Keep the present state; reuses its buffers while shapes stay as they are."""
-        self._others = [
-            (obj, copy.deepcopy(_state(obj)))
-            for obj in self._objects.values()
-            if not isinstance(obj, _WATCHED)
-        ]
+        self._keep_others()
         self._find_mutable()
         live = [t.detach() if isinstance(t, torch.nn.Parameter) else t for t in self._mutable]
         if not _same_shapes(live, self._kept):
@@ -63,6 +59,15 @@ class BoundaryState:
             for group in _param_groups(self._objects.values())
         ]
         self.captured = True
+
+    def _keep_others(self) -> None:
+        """Deep copies. What a getter computes of parameters has no part in autograd here: a tensor
+        that has could not be copied.
+        """
+        others = [obj for obj in self._objects.values() if not isinstance(obj, _WATCHED)]
+        if others:
+            with torch.no_grad():
+                self._others = [(obj, copy.deepcopy(_state(obj))) for obj in others]
 
     def _find_mutable(self) -> None:
         """Walk the modules, unless they and the optimizers hold what they held."""
