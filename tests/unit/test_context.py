@@ -99,7 +99,6 @@ def test_gradients_are_those_of_the_weighted_loss(
     weight = 0.3 / 7  # no dtype has it
     x = torch.linspace(0.1, 1.9, 7, dtype=dtype).requires_grad_()
     run = RankContext.__new__(RankContext)
-    run._outer = None
     scaler = SimpleNamespace(scale=lambda loss: loss * 8) if kind == "scaled" else None
     for factor in (weight, weight, weight / 3):
         found: list[Any] = []

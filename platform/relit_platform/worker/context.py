@@ -69,7 +69,7 @@ class RankContext:
         self._micro = (0, 1, 0, 1)  # index, count, samples here, samples of the global batch
         self._loss_sum = 0.0
         self._ledger: LedgerRow | None = None
-        self._outer: tuple[Any, torch.Tensor] | None = None  # what a backward pass begins with
+        self._reading = False  # between the first batch and the end of the loop
         self._abandoned = False
         self._stepped = False
         self._stop_agreed = False
@@ -400,16 +400,14 @@ class RankContext:
 
     def _pass_back(self, loss: torch.Tensor, weight: float, scaler: Any) -> None:
         """The backward pass of weight * loss. The product itself is spared where only its gradient,
-        which is the weight, is of use: made once, and the same bits as that of the product.
+        which is the weight, is of use: the same bits as that of the product. It is made anew each
+        time: autograd may make a view of it a parameter's gradient, to which it then adds.
         """
         if scaler is not None or type(loss) is not torch.Tensor:
             weighted: Any = loss * weight
             (weighted if scaler is None else scaler.scale(weighted)).backward()
         else:
-            kind = (weight, loss.shape, loss.dtype, loss.device)
-            if self._outer is None or self._outer[0] != kind:
-                self._outer = (kind, torch.full_like(loss.detach(), weight))
-            torch.autograd.backward(loss, self._outer[1])
+            torch.autograd.backward(loss, torch.full_like(loss, weight))
 
     @contextmanager
     def _armed(self) -> Iterator[None]:

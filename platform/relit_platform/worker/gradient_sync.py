@@ -85,12 +85,12 @@ class _Bucket:
                 view.copy_(grad)
             param.grad = view
 
-    def complete(self) -> None:
-        """The same for all; a parameter without a gradient counts as zeros."""
+    def adopt(self, *, zeros: bool) -> None:
+        """The same for all. zeros: a parameter without a gradient counts as zeros, too."""
         views, grads = [], []
         for param, view in self.pairs:
             grad = param.grad
-            if grad is view:
+            if grad is view or (grad is None and not zeros):
                 continue
             if grad is None:
                 view.zero_()
@@ -131,6 +131,7 @@ class GradientSync:
         self._next = 0  # index of the next bucket to start
         self._armed = False
         self._launched = False
+        self._added = False  # a backward pass of this sum may have begun
         self._error: CollectiveBrokenError | None = None
 
     @property
@@ -193,9 +194,14 @@ class GradientSync:
     def begin(self, sync: bool) -> None:
         """Call before each backward pass; sync is True for the last micro-batch of a step only.
 
-        Costs microseconds. Gradients that the user's loop set to None are tolerated, and those of
-        earlier micro-batches that are no views yet: autograd adds to them where they are.
+        Costs microseconds. Gradients that the user's loop set to None are tolerated. Those of
+        earlier micro-batches become views: what autograd handed over may be a view of the loss's
+        own gradient, which two parameters may share, and it would add to it where it lies.
         """
+        if self._added:
+            for bucket in self._buckets:
+                bucket.adopt(zeros=False)
+        self._added = True
         self._rearm(sync)
 
     def launch(self) -> None:
@@ -226,6 +232,7 @@ class GradientSync:
 
     def zero(self) -> None:
         """Begin a new sum: all gradients are None; in place of optimizer.zero_grad()."""
+        self._added = False
         for bucket in self._buckets:
             bucket.clear()
 
@@ -292,7 +299,7 @@ class GradientSync:
         bucket = self._buckets[self._next]
         self._next += 1
         bucket.started = True
-        bucket.complete()
+        bucket.adopt(zeros=True)
         self._start(group, bucket.flat)
 
     def _start(self, group: Group, tensor: Tensor) -> None:
