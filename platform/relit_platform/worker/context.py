@@ -164,6 +164,7 @@ class RankContext:
         self._member.bind_cursor(self._loader.state, self._loader.check_state)
         self._entered()
         self._recorder.announce(self._loader.num_steps, data, self._member)
+        self._reading = True
         try:
             while True:
                 while not self._finished(self._loader):
@@ -173,6 +174,7 @@ class RankContext:
                 if self._all_here():
                     return
         finally:
+            self._reading = False
             self._loader.close()  # its thread; whoever trains in a notebook goes on in the process
 
     def backward(self, loss: torch.Tensor, *, scaler: Any = None) -> None:
@@ -186,9 +188,9 @@ class RankContext:
         gets the same positions again.
         """
         sync = self._sync
-        if sync is None or self._abandoned:
-            if sync is None:
-                raise UsageError(message="run.backward must be called inside run.batches.")
+        if sync is None or not self._reading:
+            raise UsageError(message="run.backward must be called inside run.batches.")
+        if self._abandoned:
             return
         index, count, here, whole = self._micro
         last = index == count - 1
@@ -293,6 +295,7 @@ class RankContext:
         member = self._member
         self._abandoned = self._stepped = False
         self._loss_sum = 0.0
+        self._ledger = None  # that of an abandoned try is of another generation
         self._logged = {}
         step = member.step
         reseed(self._seed, step, member.rank)
@@ -325,7 +328,7 @@ class RankContext:
                 " each batch needs run.backward(loss) and run.step(optimizer)."
             )
         assert self._kept is not None and self._loader is not None
-        if self._ledger is None or self._ledger.step != member.step:
+        if self._ledger is None:
             self._note_samples()  # a step without run.backward
         assert self._ledger is not None
         member.step += 1
@@ -352,6 +355,8 @@ class RankContext:
         disk: who died had not saved its part of it.
         """
         if self._member.step and not self._member.epilogue:
+            assert self._kept is not None
+            self._kept.watches.begin()  # a boundary that saved nothing has asked them, too
             self._recorder.save_last(self._member, loader.state(self._member.step))
 
     def _all_here(self) -> bool:
@@ -383,6 +388,7 @@ class RankContext:
         self._kept.capture()
         if self._loader is not None and not self._member.epilogue:
             self._recorder.rejoined(self._member, self._loader.state(self._member.step))
+        self._kept.watches.begin()  # the user's code goes on
 
     def _phase(self, phase: str, drill_phase: str) -> None:
         self._recorder.phase(phase, self._member.step)
