@@ -35,6 +35,7 @@ from relit_platform.worker.randomness import reseed
 if TYPE_CHECKING:
     from relit_platform.worker.member import Member
     from relit_platform.worker.recorder import Recorder
+from relit_storage.data.ledger import LedgerRow
 from relit_storage.data.loader import Loader
 
 # Places in the control vector that is summed over the ranks with each step; from VOTES on lies
@@ -67,6 +68,8 @@ class RankContext:
         self._reduced = [0.0, 0.0]  # the newest step's control vector: loss, stop, votes to save
         self._micro = (0, 1, 0, 1)  # index, count, samples here, samples of the global batch
         self._loss_sum = 0.0
+        self._ledger: LedgerRow | None = None
+        self._reading = False  # between the first batch and the end of the loop
         self._abandoned = False
         self._stepped = False
         self._stop_agreed = False
@@ -161,6 +164,7 @@ class RankContext:
         self._member.bind_cursor(self._loader.state, self._loader.check_state)
         self._entered()
         self._recorder.announce(self._loader.num_steps, data, self._member)
+        self._reading = True
         try:
             while True:
                 while not self._finished(self._loader):
@@ -170,6 +174,7 @@ class RankContext:
                 if self._all_here():
                     return
         finally:
+            self._reading = False
             self._loader.close()  # its thread; whoever trains in a notebook goes on in the process
 
     def backward(self, loss: torch.Tensor, *, scaler: Any = None) -> None:
@@ -183,30 +188,32 @@ class RankContext:
         gets the same positions again.
         """
         sync = self._sync
-        if sync is None or self._abandoned:
-            if sync is None:
-                raise UsageError(message="run.backward must be called inside run.batches.")
+        if sync is None or not self._reading:
+            raise UsageError(message="run.backward must be called inside run.batches.")
+        if self._abandoned:
             return
         index, count, here, whole = self._micro
         last = index == count - 1
         weight = here / whole
-        self._loss_sum += float(loss.detach()) * weight
+        self._loss_sum += loss.item() * weight
         self._phase("backward", "forward")
         try:
             if last:
-                sync.control[LOSS] = self._loss_sum
-                sync.control[STOP] = float(self._recorder.stop_requested)
-                for place, vote in enumerate(self._recorder.votes(), VOTES):
-                    sync.control[place] = vote
+                stop = float(self._recorder.stop_requested)
+                sync.put((self._loss_sum, stop, *self._recorder.votes()))
             sync.begin(sync=last)
-            with self._armed():
-                weighted = loss * weight
-                (weighted if scaler is None else scaler.scale(weighted)).backward()
+            if self._drill.wants(self._member.rank, self._member.step + 1, "backward"):
+                with self._armed():
+                    self._pass_back(loss, weight, scaler)
+            else:
+                self._pass_back(loss, weight, scaler)
             if last:
                 self._recorder.settle(self._member)
                 self._phase("sync", "sync")
+                sync.launch()
+                self._note_samples()
                 sync.finish()
-                self._reduced = sync.control.tolist()
+                self._reduced = sync.sums()
         except CollectiveBrokenError as broken:
             self._recover(
                 FaultReport(
@@ -280,7 +287,7 @@ class RankContext:
             self._recorder.phase("join", self._member.step)
             self._sync = self._member.make_sync(self._objects)
             self._kept = BoundaryState(self._objects)
-            self._recorder.bind(self._objects)
+            self._recorder.bind(self._objects, self._kept.watches)
             self._enter(None)
         return self._member
 
@@ -288,6 +295,7 @@ class RankContext:
         member = self._member
         self._abandoned = self._stepped = False
         self._loss_sum = 0.0
+        self._ledger = None  # that of an abandoned try is of another generation
         self._logged = {}
         step = member.step
         reseed(self._seed, step, member.rank)
@@ -320,14 +328,14 @@ class RankContext:
                 " each batch needs run.backward(loss) and run.step(optimizer)."
             )
         assert self._kept is not None and self._loader is not None
-        ledger = self._loader.ledger_row(
-            member.step, world=member.world, generation=member.generation
-        )
+        if self._ledger is None:
+            self._note_samples()  # a step without run.backward
+        assert self._ledger is not None
         member.step += 1
         self._kept.capture()
         self._recorder.completed(
             member=member,
-            ledger=ledger,
+            ledger=self._ledger,
             loss=self._reduced[LOSS],
             logged=self._logged,
             cursor=self._loader.state(member.step),
@@ -347,6 +355,8 @@ class RankContext:
         disk: who died had not saved its part of it.
         """
         if self._member.step and not self._member.epilogue:
+            assert self._kept is not None
+            self._kept.watches.begin()  # a boundary that saved nothing has asked them, too
             self._recorder.save_last(self._member, loader.state(self._member.step))
 
     def _all_here(self) -> bool:
@@ -378,18 +388,37 @@ class RankContext:
         self._kept.capture()
         if self._loader is not None and not self._member.epilogue:
             self._recorder.rejoined(self._member, self._loader.state(self._member.step))
+        self._kept.watches.begin()  # the user's code goes on
 
     def _phase(self, phase: str, drill_phase: str) -> None:
         self._recorder.phase(phase, self._member.step)
         self._drill.check(self._member.rank, self._member.step + 1, drill_phase)
 
+    def _note_samples(self) -> None:
+        """The ledger row of this step: known as soon as it is sure that the step is to be done, and
+        written while the sum is under way.
+        """
+        member, loader = self._member, self._loader
+        assert loader is not None
+        self._ledger = loader.ledger_row(
+            member.step, world=member.world, generation=member.generation
+        )
+
+    def _pass_back(self, loss: torch.Tensor, weight: float, scaler: Any) -> None:
+        """The backward pass of weight * loss. The product itself is spared where only its gradient,
+        which is the weight, is of use: the same bits as that of the product. It is made anew each
+        time: autograd may make a view of it a parameter's gradient, to which it then adds.
+        """
+        if scaler is not None or type(loss) is not torch.Tensor:
+            weighted: Any = loss * weight
+            (weighted if scaler is None else scaler.scale(weighted)).backward()
+        else:
+            torch.autograd.backward(loss, torch.full_like(loss, weight))
+
     @contextmanager
     def _armed(self) -> Iterator[None]:
         """A drill in the middle of the backward pass hangs on the middle parameter's gradient."""
         rank, step = self._member.rank, self._member.step + 1
-        if not self._drill.wants(rank, step, "backward"):
-            yield
-            return
         params = [
             p
             for obj in self._objects.values()

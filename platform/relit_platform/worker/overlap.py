@@ -32,14 +32,18 @@ Staging = Literal["auto", "overlap", "sync"]
 class Part:
     """Some tensors of an image: where they belong, the live ones, and their names."""
 
-    targets: Sequence[Tensor]
-    sources: Sequence[Tensor]
-    names: Sequence[str]
+    targets: list[Tensor]
+    sources: list[Tensor]
+    names: list[str]
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a copy of it writes."""
         return sum(t.numel() * t.element_size() for t in self.sources)
+
+    def into(self, targets: list[Tensor]) -> Part:
+        """The same tensors for another image."""
+        return Part(targets, self.sources, self.names)
 
     def at(self, places: Sequence[int]) -> Part:
         """Those of its tensors that are at these places."""
@@ -50,7 +54,7 @@ class Part:
         )
 
 
-NOTHING = Part((), (), ())
+NOTHING = Part([], [], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,11 @@ class Overlap:
     def remember(self, later: Part) -> None:
         """It has been copied; `settle` shall compare."""
         self._looked_at = later
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is being copied, and nothing is to be compared."""
+        return self._looked_at is None and not self._copy.busy
 
     def settle(self) -> str:
         """Block until the copy is done. "" if it was committed, or why there is no snapshot."""
