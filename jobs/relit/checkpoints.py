@@ -17,7 +17,6 @@ from relit.driving import driving, renewing
 from relit.errors import BadInputError, CheckpointBrokenError, CheckpointNotFoundError
 from relit.present_line import off_the_line, on_the_line, read_line
 from relit.reading import RunReader
-from relit_platform.machines.lineage import Lineage
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.checkpoint.copies import (
     Inventory,
@@ -98,7 +97,7 @@ class Checkpoints:
         """
         refusals: list[Refusal] = []
         copies = self.copies(step)
-        line = read_line(self._reader) if step is None else Lineage()
+        line = read_line(self._reader, step)
         for copy in copies:
             said = off_the_line(copy, line) or verify_copy(copy, deep=False)
             if not said:

@@ -19,7 +19,6 @@ from relit.import_source import detect
 from relit.present_line import off_the_line, read_line
 from relit.reading import RunReader
 from relit.spec.model import Init
-from relit_platform.machines.lineage import Lineage
 from relit_platform.run_config import InitConfig
 from relit_storage.checkpoint.copies import StepCopy, take_inventory
 from relit_storage.checkpoint.pins import read_reasons
@@ -75,7 +74,7 @@ def _choose(reader: RunReader, wanted: int | str) -> StepCopy:
         there = _there(reader)
         raise CheckpointNotFoundError(run=reader.run_id, what=what, there=there)
     refusals = []
-    line = read_line(reader) if step is None else Lineage()
+    line = read_line(reader, step)
     for copy in copies:
         said = off_the_line(copy, line) or verify_copy(copy, deep=False)
         if not said:

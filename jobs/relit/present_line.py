@@ -21,9 +21,11 @@ from relit_storage.run.layout import manifest_key
 OF_THE_LINE = ("generation.formed", "generation.lost", "member.fault")
 
 
-def read_line(reader: RunReader) -> Lineage:
-    """The line as the event log tells it; of a run without events nothing is cut off. Blocks."""
-    return line_of(reader.events())
+def read_line(reader: RunReader, named: int | None = None) -> Lineage:
+    """The line as the event log tells it. Of a run without events nothing is cut off, nor for who
+    has named a step. Blocks.
+    """
+    return line_of(reader.events()) if named is None else Lineage()
 
 
 def line_of(events: Iterable[Mapping[str, Any]]) -> Lineage:

@@ -326,7 +326,7 @@ class SavingRecorder(LocalRecorder):
     boundary: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
 
-    def bind(self, objects: Any, watches: Any = None) -> None:
+    def bind(self, objects: Any) -> None:
         LocalRecorder.bind(self, objects)
         self.saver.bind(objects)
 

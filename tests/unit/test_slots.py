@@ -7,13 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import pytest
 
 from relit_platform.errors import BudgetError, UsageError
-from relit_platform.node.slots import Extras, Slot, SlotState, create_slot, slot_file_bytes
+from relit_platform.node.slots import Slot, SlotState, create_slot, slot_file_bytes
 from relit_storage.errors import CorruptShardError
 
 IMAGE_BYTES = 1 << 16
@@ -86,27 +85,6 @@ def test_a_pinned_slot_is_not_overwritten(path: str) -> None:
     slot.begin(1, 8, 0, 2)
 
 
-EXTRAS: dict[str, tuple[Extras, bool]] = {
-    "both parts": (Extras(bytearray(b"ab"), zlib.crc32(b"ab"), b"cde"), True),
-    "the first alone": (Extras(b"abcde", zlib.crc32(b"abcde"), b""), True),
-    "the second alone": (Extras.whole(b"abcde"), True),
-    "a checksum of something else": (Extras(b"ab", zlib.crc32(b"aB"), b"cde"), False),
-}
-
-
-@pytest.mark.parametrize(("extras", "intact"), EXTRAS.values(), ids=EXTRAS.keys())
-def test_extras_in_two_parts_are_read_as_one(path: str, extras: Extras, intact: bool) -> None:
-    slot = Slot.open(path)
-    slot.begin(1, 1, 0, 1)
-    slot.set_extras(extras)
-    slot.commit()
-    if intact:
-        assert Slot.open(path).read_extras() == b"abcde"
-    else:
-        with pytest.raises(CorruptShardError, match="extras"):
-            Slot.open(path).read_extras()
-
-
 def test_misuse_is_an_error(path: str) -> None:
     slot = Slot.open(path)
     with pytest.raises(UsageError):
@@ -114,8 +92,6 @@ def test_misuse_is_an_error(path: str) -> None:
     slot.begin(1, 1, 0, 1)
     with pytest.raises(BudgetError):
         slot.set_extras(b"x" * 1001)
-    with pytest.raises(BudgetError):
-        slot.set_extras(Extras(b"x" * 501, 0, b"x" * 500))
     with pytest.raises(FileExistsError):
         create_slot(path, 1, 1)
     assert os.listdir(os.path.dirname(path)) == ["a.slot"]

@@ -167,7 +167,7 @@ LAYOUT = object()
 
 def part(sources: Sequence[Tensor]) -> Part:
     names = [f"t{i}" for i in range(len(sources))]
-    return Part([torch.zeros_like(source) for source in sources], list(sources), names)
+    return Part([torch.zeros_like(source) for source in sources], sources, names)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,8 @@ import torch
 from torch import nn
 
 from relit_platform.errors import NotSavableError
-from relit_platform.worker import signing, state_memo
-from relit_platform.worker.known_texts import KnownTexts
 from relit_platform.worker.state_memo import StateMemo
 from relit_platform.worker.state_tree import flatten, restore
-from relit_platform.worker.watching import Watches
 
 
 class Job:
@@ -74,7 +71,6 @@ CHANGES: dict[str, Callable[[Job], None]] = {
     "a step": Job.train,
     "other memory": replace_data,
     "other strides": transpose,
-    "state loaded": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
     "a number": set_extra({"seen": 1, "shape": (1, 2)}),
     "a type": set_extra({"seen": False, "shape": (1, 2)}),
     "a key": set_extra({"known": 0, "shape": (1, 2)}),
@@ -111,34 +107,6 @@ def test_between_steps_the_same_tensors_are_handed_out() -> None:
     assert json.loads(text)["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.001)
 
 
-def test_between_steps_nothing_is_looked_at_but_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[Any] = []
-
-    def sign(holder: Any) -> Any:
-        if isinstance(holder, nn.Module | torch.optim.Optimizer):
-            looked.append(holder)
-        return signing.sign(holder)
-
-    monkeypatch.setattr(state_memo, "sign", sign)
-    job, memo = Job(), StateMemo()
-    for _ in range(3):
-        job.train()
-        job.check(memo)
-    looked.clear()
-    for rate in (0.5, float("nan"), 0.25):
-        job.train()
-        job.optimizer.param_groups[0]["lr"] = rate
-        job.check(memo)
-    assert looked == []
-    replace_data(job)
-    job.check(memo)
-    assert looked == [job.model], "only what changed"
-    job.optimizer.param_groups[0]["mutable"] = [1]  # could change without being another object
-    job.check(memo)
-    job.optimizer.param_groups[0]["mutable"].append(2)
-    assert b'"mutable": [1, 2]' in memo.flatten(job.objects)[1]
-
-
 def test_what_cannot_be_saved_is_named_at_every_step() -> None:
     job, memo = Job(), StateMemo()
     job.extra = {"file": object()}
@@ -154,65 +122,6 @@ def test_the_sign_of_zero_is_a_change() -> None:
         job.extra = {"seen": value}
         texts.append(memo.flatten(job.objects)[1])
     assert b"-0.0" in texts[1] and b"-0.0" not in texts[0]
-
-
-class Plain(torch.optim.Optimizer):
-    """An optimizer without any settings, as one that is written by hand may be."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, defaults={})
-
-
-def check_alone(optimizer: Any, *, watched: bool) -> None:
-    """Three texts of one memo; a watch answers at the second and the third, or never does."""
-    objects, memo = {"o": optimizer}, StateMemo()
-    expected = json.loads(json.dumps(flatten(objects)[1]))
-    for _ in range(3):
-        assert json.loads(memo.flatten(objects)[1]) == expected
-        assert bool(memo._watched) == watched
-
-
-def test_an_optimizer_without_settings_has_groups_all_the_same() -> None:
-    params = [nn.Parameter(torch.ones(1)) for _ in range(3)]
-    optimizer = Plain([{"params": params[:2]}, {"params": params[2:]}])
-    check_alone(optimizer, watched=True)
-    optimizer.param_groups.clear()
-    check_alone(optimizer, watched=True)
-
-
-def test_a_text_that_is_not_that_of_a_walk_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KnownTexts, "of", lambda *its, **but: '"lr": 1, ')
-    check_alone(Job().optimizer, watched=False)
-
-
-def test_a_buffer_that_is_not_saved_may_be_of_any_kind() -> None:
-    job, memo = Job(), StateMemo()
-    mask = torch.eye(3).to_sparse()  # has no address
-    job.model.register_buffer("mask", mask, persistent=False)
-    for _ in range(3):
-        job.train()
-        job.check(memo)
-
-
-@pytest.mark.parametrize("kind", ["a pair", "a module"])
-def test_what_a_getter_changes_is_seen_in_what_comes_after_it(kind: str) -> None:
-    late, watches, runs = nn.Sequential(nn.Linear(2, 2)), Watches(), [0]
-
-    def grow() -> dict[str, Any]:
-        runs[0] += 1
-        if runs[0] == 3:
-            late.append(nn.Linear(2, 2))
-        return {}
-
-    getter: Any = (grow, lambda state: None)
-    if kind == "a module":
-        getter = nn.Linear(2, 2)
-        getter.state_dict = grow
-    objects, memo = {"getter": getter, "late": late}, StateMemo(watches)
-    for _ in range(3):
-        watches.token(late)  # as a capture asks ahead of the save
-        tensors, _ = memo.flatten(objects)
-    assert "late.1.weight" in tensors
 
 
 class Extra(nn.Linear):

@@ -40,9 +40,6 @@ class Phase(IntEnum):
     done = 10
 
 
-_NUMBERS = {phase.name: int(phase) for phase in Phase}  # plain: looked up six times a step
-
-
 class HeartbeatPage:
     """One worker's page. Created by the agent, written by the worker, read by the agent."""
 
@@ -73,12 +70,11 @@ class HeartbeatPage:
         step counts completed steps. at_ns is Unix time, by default now.
         """
         words = self._words
-        odd = words[_SEQUENCE] | 1  # in the middle of a beat
-        words[_SEQUENCE] = odd
+        words[_SEQUENCE] |= 1  # odd: in the middle of a beat
         words[_RANK], words[_GENERATION], words[_STEP] = rank, generation, step
-        words[_PHASE] = _NUMBERS[phase]
+        words[_PHASE] = Phase[phase]
         words[_AT_NS] = time.time_ns() if at_ns is None else at_ns
-        words[_SEQUENCE] = odd + 1
+        words[_SEQUENCE] += 1
 
     def read(self, worker_id: str) -> Heartbeat:
         """The last sign of life, never a mix of two (but of a worker killed inside a beat)."""

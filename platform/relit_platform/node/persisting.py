@@ -72,8 +72,9 @@ class Persister:
             self._queue(pooled)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what is being written, at full speed; the rest stays pinned for the next life."""
-        self.pace.hurry("close")
+        """Finish what is being written, as fast as `pace` lets it: hurry that first. The rest stays
+        pinned for the next life.
+        """
         self._thread.close(timeout_s)
 
     def ask(

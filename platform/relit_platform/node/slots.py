@@ -25,7 +25,6 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 from relit_platform.errors import BudgetError, UsageError
 from relit_storage.errors import CorruptShardError
@@ -51,9 +50,6 @@ class SlotState(IntEnum):
     COMPLETE = 2
 
 
-_WRITING, _COMPLETE = int(SlotState.WRITING), int(SlotState.COMPLETE)  # plain: written each step
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHeader:
     """What a slot says of itself. generation to extras_bytes mean something only if COMPLETE."""
@@ -72,24 +68,6 @@ class SlotHeader:
     def complete(self) -> bool:
         """True if the slot holds a whole snapshot."""
         return self.state is SlotState.COMPLETE
-
-
-class Extras(NamedTuple):
-    """The JSON beside an image in two parts; crc is the crc32 of the first one."""
-
-    begin: bytes | bytearray
-    crc: int
-    rest: bytes
-
-    @classmethod
-    def whole(cls, data: bytes) -> Extras:
-        """All of it in one part."""
-        return cls(b"", 0, data)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both parts."""
-        return len(self.begin) + len(self.rest)
 
 
 def slot_file_bytes(image_bytes: int, extras_capacity: int) -> int:
@@ -181,7 +159,7 @@ class Slot:
         if self.pinned:
             raise UsageError(message=f"slot {self.path} is pinned and must not be overwritten.")
         words = self._words
-        words[_STATE] = _WRITING
+        words[_STATE] = SlotState.WRITING
         words[_FINAL] = 0  # before the sequence: who reads what is growing must not take the old
         words[_SEQUENCE] = (words[_SEQUENCE] + 1) | 1  # another one, if that was odd already, too
         words[_GENERATION], words[_STEP] = generation, step
@@ -202,22 +180,18 @@ class Slot:
         """What `mark_final` said last of the snapshot that is being written; 0 at first."""
         return self._words[_FINAL]
 
-    def set_extras(self, data: bytes | Extras) -> None:
+    def set_extras(self, data: bytes) -> None:
         """Store the rank's JSON beside the image; between `begin` and `commit`.
 
         Raises BudgetError if it is longer than the capacity: the caller opens bigger slots.
         """
         self._require_writing()
-        begin, crc, rest = data if isinstance(data, Extras) else Extras.whole(data)
-        words = self._words
-        capacity, middle = words[_EXTRAS_CAPACITY], PAGE_BYTES + len(begin)
-        end = middle + len(rest)
-        if end - PAGE_BYTES > capacity:
-            raise BudgetError(what="extras", needed_bytes=end - PAGE_BYTES, budget_bytes=capacity)
-        self._bytes[PAGE_BYTES:middle] = begin
-        self._bytes[middle:end] = rest
-        words[_EXTRAS_BYTES] = end - PAGE_BYTES
-        words[_EXTRAS_CRC] = zlib.crc32(rest, crc)
+        capacity = self._words[_EXTRAS_CAPACITY]
+        if len(data) > capacity:
+            raise BudgetError(what="extras", needed_bytes=len(data), budget_bytes=capacity)
+        self._bytes[PAGE_BYTES : PAGE_BYTES + len(data)] = data
+        self._words[_EXTRAS_BYTES] = len(data)
+        self._words[_EXTRAS_CRC] = zlib.crc32(data)
 
     def commit(self) -> None:
         """Make the new content count: from here on it survives this process."""
@@ -225,7 +199,7 @@ class Slot:
         words = self._words
         words[_FACTS_CRC] = self._facts_crc()
         words[_SEQUENCE] += 1
-        words[_STATE] = _COMPLETE
+        words[_STATE] = SlotState.COMPLETE
 
     @property
     def pinned(self) -> bool:
@@ -320,7 +294,7 @@ class Slot:
         )
 
     def _require_writing(self) -> None:
-        if self._words[_STATE] != _WRITING:
+        if self._state() is not SlotState.WRITING:
             raise UsageError(message=f"slot {self.path} is filled without begin().")
 
     def _stable_sequence(self) -> int:

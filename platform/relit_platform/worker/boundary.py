@@ -18,16 +18,10 @@ gets that far. Called by each rank's own thread, once per step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-
-from relit_platform.worker.fused_copy import copy_all
-from relit_platform.worker.watching import Watches, submodules
-
-_WATCHED = (torch.nn.Module, torch.optim.Optimizer)
-_FIXED = (int, float, bool, str, type(None))
 
 
 class BoundaryState:
@@ -35,48 +29,31 @@ class BoundaryState:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects
-        self.watches = Watches()
-        self._tokens: list[object] = []
-        self._mutable: list[torch.Tensor] = []
         self._live: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._others: list[tuple[Any, Any]] = []
         self.captured = False
 
+    @torch.no_grad()
     def capture(self) -> None:
         """Keep the present state; reuses its buffers while shapes stay as they are."""
-        self._keep_others()
-        self._find_mutable()
-        live = [t.detach() if isinstance(t, torch.nn.Parameter) else t for t in self._mutable]
+        live = _forward_mutable(self._objects)
         if not _same_shapes(live, self._kept):
-            self._kept = [tensor.detach().clone() for tensor in live]
+            self._kept = [tensor.clone() for tensor in live]
         elif live:
-            copy_all(self._kept, live)
+            torch._foreach_copy_(self._kept, live)
         self._live = live
         self._groups = [
             (group, {k: _copied(v) for k, v in group.items() if k != "params"})
             for group in _param_groups(self._objects.values())
         ]
+        self._others = [
+            (obj, copy.deepcopy(_state(obj)))
+            for obj in self._objects.values()
+            if not isinstance(obj, torch.nn.Module | torch.optim.Optimizer)
+        ]
         self.captured = True
-
-    def _keep_others(self) -> None:
-        """Deep copies. What a getter computes of parameters has no part in autograd here: a tensor
-        that has could not be copied.
-        """
-        others = [obj for obj in self._objects.values() if not isinstance(obj, _WATCHED)]
-        if others:
-            with torch.no_grad():
-                self._others = [(obj, copy.deepcopy(_state(obj))) for obj in others]
-
-    def _find_mutable(self) -> None:
-        """Walk the modules, unless they and the optimizers hold what they held."""
-        self.watches.begin()
-        watched = [obj for obj in self._objects.values() if isinstance(obj, _WATCHED)]
-        tokens = [self.watches.token(obj) for obj in watched]
-        if None in tokens or tokens != self._tokens:
-            self._mutable = _forward_mutable(self._objects)
-        self._tokens = tokens
 
     @torch.no_grad()
     def rollback(self) -> None:
@@ -108,12 +85,24 @@ def _forward_mutable(objects: Mapping[str, Any]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}  # a tensor that two modules share counts once
     for obj in objects.values():
         if isinstance(obj, torch.nn.Module):
-            for module in submodules(obj):
+            for module in _submodules(obj):
                 found.update((id(b), b) for b in module._buffers.values() if b is not None)
                 for p in module._parameters.values():
                     if p is not None and id(p) not in owned:
-                        found[id(p)] = p
+                        found[id(p)] = p.detach()
     return list(found.values())
+
+
+def _submodules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """As root.modules(), in another order and a few times faster: this is done at each step."""
+    seen: set[torch.nn.Module] = set()
+    todo: list[torch.nn.Module | None] = [root]
+    while todo:
+        module = todo.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            yield module
+            todo.extend(module._modules.values())
 
 
 def _param_groups(objects: Iterable[Any]) -> list[dict[str, Any]]:
@@ -133,10 +122,8 @@ def _same_shapes(live: list[torch.Tensor], kept: list[torch.Tensor]) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) in _FIXED:
-        return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.clone()
     return copy.copy(value) if isinstance(value, list | dict | tuple) else value
 
 

@@ -35,7 +35,6 @@ from relit_platform.worker.randomness import reseed
 if TYPE_CHECKING:
     from relit_platform.worker.member import Member
     from relit_platform.worker.recorder import Recorder
-from relit_storage.data.ledger import LedgerRow
 from relit_storage.data.loader import Loader
 
 # Places in the control vector that is summed over the ranks with each step; from VOTES on lies
@@ -68,7 +67,6 @@ class RankContext:
         self._reduced = [0.0, 0.0]  # the newest step's control vector: loss, stop, votes to save
         self._micro = (0, 1, 0, 1)  # index, count, samples here, samples of the global batch
         self._loss_sum = 0.0
-        self._ledger: LedgerRow | None = None
         self._reading = False  # between the first batch and the end of the loop
         self._abandoned = False
         self._stepped = False
@@ -195,25 +193,23 @@ class RankContext:
         index, count, here, whole = self._micro
         last = index == count - 1
         weight = here / whole
-        self._loss_sum += loss.item() * weight
+        self._loss_sum += float(loss.detach()) * weight
         self._phase("backward", "forward")
         try:
             if last:
-                stop = float(self._recorder.stop_requested)
-                sync.put((self._loss_sum, stop, *self._recorder.votes()))
+                sync.control[LOSS] = self._loss_sum
+                sync.control[STOP] = float(self._recorder.stop_requested)
+                for place, vote in enumerate(self._recorder.votes(), VOTES):
+                    sync.control[place] = vote
             sync.begin(sync=last)
-            if self._drill.wants(self._member.rank, self._member.step + 1, "backward"):
-                with self._armed():
-                    self._pass_back(loss, weight, scaler)
-            else:
-                self._pass_back(loss, weight, scaler)
+            with self._armed():
+                weighted = loss * weight
+                (weighted if scaler is None else scaler.scale(weighted)).backward()
             if last:
                 self._recorder.settle(self._member)
                 self._phase("sync", "sync")
-                sync.launch()
-                self._note_samples()
                 sync.finish()
-                self._reduced = sync.sums()
+                self._reduced = sync.control.tolist()
         except CollectiveBrokenError as broken:
             self._recover(
                 FaultReport(
@@ -287,7 +283,7 @@ class RankContext:
             self._recorder.phase("join", self._member.step)
             self._sync = self._member.make_sync(self._objects)
             self._kept = BoundaryState(self._objects)
-            self._recorder.bind(self._objects, self._kept.watches)
+            self._recorder.bind(self._objects)
             self._enter(None)
         return self._member
 
@@ -295,7 +291,6 @@ class RankContext:
         member = self._member
         self._abandoned = self._stepped = False
         self._loss_sum = 0.0
-        self._ledger = None  # that of an abandoned try is of another generation
         self._logged = {}
         step = member.step
         reseed(self._seed, step, member.rank)
@@ -328,14 +323,14 @@ class RankContext:
                 " each batch needs run.backward(loss) and run.step(optimizer)."
             )
         assert self._kept is not None and self._loader is not None
-        if self._ledger is None:
-            self._note_samples()  # a step without run.backward
-        assert self._ledger is not None
+        ledger = self._loader.ledger_row(
+            member.step, world=member.world, generation=member.generation
+        )
         member.step += 1
         self._kept.capture()
         self._recorder.completed(
             member=member,
-            ledger=self._ledger,
+            ledger=ledger,
             loss=self._reduced[LOSS],
             logged=self._logged,
             cursor=self._loader.state(member.step),
@@ -355,8 +350,6 @@ class RankContext:
         disk: who died had not saved its part of it.
         """
         if self._member.step and not self._member.epilogue:
-            assert self._kept is not None
-            self._kept.watches.begin()  # a boundary that saved nothing has asked them, too
             self._recorder.save_last(self._member, loader.state(self._member.step))
 
     def _all_here(self) -> bool:
@@ -388,37 +381,18 @@ class RankContext:
         self._kept.capture()
         if self._loader is not None and not self._member.epilogue:
             self._recorder.rejoined(self._member, self._loader.state(self._member.step))
-        self._kept.watches.begin()  # the user's code goes on
 
     def _phase(self, phase: str, drill_phase: str) -> None:
         self._recorder.phase(phase, self._member.step)
         self._drill.check(self._member.rank, self._member.step + 1, drill_phase)
 
-    def _note_samples(self) -> None:
-        """The ledger row of this step: known as soon as it is sure that the step is to be done, and
-        written while the sum is under way.
-        """
-        member, loader = self._member, self._loader
-        assert loader is not None
-        self._ledger = loader.ledger_row(
-            member.step, world=member.world, generation=member.generation
-        )
-
-    def _pass_back(self, loss: torch.Tensor, weight: float, scaler: Any) -> None:
-        """The backward pass of weight * loss. The product itself is spared where only its gradient,
-        which is the weight, is of use: the same bits as that of the product. It is made anew each
-        time: autograd may make a view of it a parameter's gradient, to which it then adds.
-        """
-        if scaler is not None or type(loss) is not torch.Tensor:
-            weighted: Any = loss * weight
-            (weighted if scaler is None else scaler.scale(weighted)).backward()
-        else:
-            torch.autograd.backward(loss, torch.full_like(loss, weight))
-
     @contextmanager
     def _armed(self) -> Iterator[None]:
         """A drill in the middle of the backward pass hangs on the middle parameter's gradient."""
         rank, step = self._member.rank, self._member.step + 1
+        if not self._drill.wants(rank, step, "backward"):
+            yield
+            return
         params = [
             p
             for obj in self._objects.values()

@@ -11,9 +11,8 @@ that is what DistributedDataParallel cannot do.
     for each micro-batch:
         sync.begin(sync=is_last)
         loss.backward()
-    sync.put([...])                         until launch
-    sync.launch()                           nothing is waited for; may be left to finish
-    sync.finish()                           gradients and `sums` are sums over all ranks
+    sync.control[0] = ...                   until finish
+    sync.finish()                           gradients and control are sums over all ranks
     optimizer.step(); sync.zero()
 
 The sum is not divided: ranks weight their losses by samples before the backward pass. For one
@@ -24,23 +23,24 @@ zeros; they are copied into the bucket just before it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils.hooks import RemovableHandle
 
 from relit_platform.errors import CollectiveBrokenError, UsageError
-from relit_platform.worker.control_values import CONTROL_VALUES, PackedControl
-from relit_platform.worker.fused_copy import copy_all
 from relit_platform.worker.process_group import Group
 from relit_platform.worker.sharding import is_dtensor
 
 # Two gloo ranks, 24 x 768 linears, noisy box: 2 MiB cost 20 % more CPU than 8 MiB; at 25 MiB
 # CPU was 3 % less, but the fastest fifth of the steps took longer. benchmarks/gradient_sync.py
 BUCKET_BYTES = 8 << 20
+CONTROL_VALUES = 8
+_PARTS = 3  # float32 values that hold one float64
 # From this size on a gradient is copied when it arrives: it is in the cache then, and its memory
 # is free for the next one. Below it, the Python call costs more than the copy.
 _COPY_AT_ONCE_BYTES = 256 << 10
@@ -74,10 +74,22 @@ class _Bucket:
             param.grad = None
             start += param.numel()
 
+    def adopt(self) -> None:
+        """Copy gradients that autograd made into their views, and make the views the gradients."""
+        views, grads = [], []
+        for param, view in self.pairs:
+            grad = param.grad
+            if grad is view or grad is None:
+                continue
+            views.append(view)
+            grads.append(grad)
+            param.grad = view
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, grads)
+
     def adopt_one(self, index: int) -> None:
-        """Copy a gradient that autograd made into its view, while it is still in the processor's
-        cache, and make the view the gradient.
-        """
+        """The same for one parameter, while its gradient is still in the processor's cache."""
         param, view = self.pairs[index]
         grad = param.grad
         if grad is not view and grad is not None:
@@ -85,26 +97,51 @@ class _Bucket:
                 view.copy_(grad)
             param.grad = view
 
-    def adopt(self, *, zeros: bool) -> None:
-        """The same for all. zeros: a parameter without a gradient counts as zeros, too."""
-        views, grads = [], []
+    def complete(self) -> None:
+        """All gradients are views; a parameter without a gradient counts as zeros."""
+        self.adopt()
         for param, view in self.pairs:
-            grad = param.grad
-            if grad is view or (grad is None and not zeros):
-                continue
-            if grad is None:
+            if param.grad is None:
                 view.zero_()
-            else:
-                views.append(view)
-                grads.append(grad)
-            param.grad = view
-        if views:
-            copy_all(views, grads)
+                param.grad = view
 
     def clear(self) -> None:
         """All gradients are None, and the next backward pass begins a new sum."""
         for param in self.params:
             param.grad = None
+
+
+class _PackedControl:
+    """float64 control values inside a float32 buffer whose elements are summed over ranks.
+
+    Each rank has a place of its own, where the others add zeros: so every rank gets every
+    rank's values, split into three float32 that hold all 53 bits, and adds them up in float64 in
+    the order of ranks. Exact within float32's range; larger values become infinite.
+    """
+
+    def __init__(self, room: Tensor, rank: int, world: int) -> None:
+        self._places = room.numpy().reshape(world, _PARTS, CONTROL_VALUES)
+        self._rank = rank
+
+    @staticmethod
+    def num_values(world: int) -> int:
+        """Elements of the buffer that `world` ranks need."""
+        return world * _PARTS * CONTROL_VALUES
+
+    def write(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Put this rank's values into the buffer, before the collective."""
+        self._places[:] = 0.0
+        place, rest = self._places[self._rank], values
+        with np.errstate(all="ignore"):
+            for part in range(_PARTS):
+                place[part] = rest
+                rest = rest - place[part]
+                rest[~np.isfinite(rest)] = 0.0  # inf and nan are whole in the first part
+
+    def read(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Take the sum over ranks out of the buffer, after the collective."""
+        parts = self._places.astype(np.float64)
+        values[:] = (parts[:, 0] + (parts[:, 1] + parts[:, 2])).sum(axis=0)
 
 
 class GradientSync:
@@ -124,14 +161,11 @@ class GradientSync:
         self._hooks: list[RemovableHandle] = []
         self._group: Group | None = None
         self._control = torch.zeros(CONTROL_VALUES, dtype=torch.float64)
-        self._values = self._control.numpy()  # the same memory
-        self._packed: PackedControl | None = None
+        self._packed: _PackedControl | None = None
         self._tail = 0  # elements of the last bucket that hold control values
         self._works: list[Work | None] = []
         self._next = 0  # index of the next bucket to start
         self._armed = False
-        self._launched = False
-        self._added = False  # a backward pass of this sum may have begun
         self._error: CollectiveBrokenError | None = None
 
     @property
@@ -142,15 +176,6 @@ class GradientSync:
         `reset` and `detach` replace it.
         """
         return self._control
-
-    def put(self, values: Sequence[float]) -> None:
-        """Set the first of the control values; before `launch`."""
-        self._values[: len(values)] = values
-
-    def sums(self) -> list[float]:
-        """The control values: after `finish` their sums over all ranks."""
-        sums: list[float] = self._values.tolist()
-        return sums
 
     @property
     def num_buckets(self) -> int:
@@ -167,13 +192,13 @@ class GradientSync:
             self._buckets = _plan(self._params, self._bucket_bytes)
             self._hook_all()
         self._group = group
-        tail = PackedControl.num_values(group.world) if self._packable(group) else 0
+        tail = _PackedControl.num_values(group.world) if self._packable(group) else 0
         if tail != self._tail or not all(bucket.pairs for bucket in self._buckets):
             self._tail = tail
             self._allocate()
         if tail:
             room = self._buckets[-1].flat[-tail:]
-            self._packed = PackedControl(room, group.rank, group.world)
+            self._packed = _PackedControl(room, group.rank, group.world)
         else:
             self._packed = None
         self._rearm(sync=False)
@@ -188,51 +213,38 @@ class GradientSync:
             handle.remove()
         self._hooks, self._buckets, self._group = [], [], None
         self._packed, self._tail = None, 0
-        self._renew_control()
+        self._control = torch.zeros(CONTROL_VALUES, dtype=torch.float64)
         self._rearm(sync=False)
 
     def begin(self, sync: bool) -> None:
         """Call before each backward pass; sync is True for the last micro-batch of a step only.
 
-        Costs microseconds. Gradients that the user's loop set to None are tolerated. Those of
-        earlier micro-batches become views: what autograd handed over may be a view of the loss's
-        own gradient, which two parameters may share, and it would add to it where it lies.
+        Costs microseconds. Gradients that the user's loop set to None are tolerated.
         """
-        if self._added:
-            for bucket in self._buckets:
-                bucket.adopt(zeros=False)
-        self._added = True
+        for bucket in self._buckets:
+            bucket.adopt()
         self._rearm(sync)
 
-    def launch(self) -> None:
-        """Start what is left; `finish` waits. In between gradients and `control` belong to the
-        collectives.
-        """
-        group = self._attached()
-        self._armed, self._launched = False, True
-        if self._packed is not None:
-            self._packed.write(self._values)
-        while self._next < len(self._buckets):
-            self._start_next(group)
-        if self._packed is None:
-            self._start(group, self._control)
-
     def finish(self) -> None:
-        """`launch`, if that was not called, and wait: gradients and `control` are then sums.
+        """Start what is left, wait for all; gradients and `control` are then sums over ranks.
 
         Raises CollectiveBrokenError if any collective failed: gradients and control are then
         garbage, and `reset`, `attach` and a retry of the whole step are due.
         """
-        if not self._launched:
-            self.launch()
-        self._wait(self._attached())
-        self._launched = False
+        group = self._attached()
+        self._armed = False
         if self._packed is not None:
-            self._packed.read(self._values)
+            self._packed.write(self._control.numpy())
+        while self._next < len(self._buckets):
+            self._start_next(group)
+        if self._packed is None:
+            self._start(group, self._control)
+        self._wait(group)
+        if self._packed is not None:
+            self._packed.read(self._control.numpy())
 
     def zero(self) -> None:
         """Begin a new sum: all gradients are None; in place of optimizer.zero_grad()."""
-        self._added = False
         for bucket in self._buckets:
             bucket.clear()
 
@@ -245,13 +257,9 @@ class GradientSync:
         if any(work is not None and not work.is_completed() for work in self._works):
             self._allocate()
         self.zero()
-        self._renew_control()
+        self._control = torch.zeros(CONTROL_VALUES, dtype=torch.float64)
         self._group, self._packed = None, None
         self._rearm(sync=False)
-
-    def _renew_control(self) -> None:
-        self._control = torch.zeros(CONTROL_VALUES, dtype=torch.float64)
-        self._values = self._control.numpy()
 
     def _packable(self, group: Group) -> bool:
         if group.world == 1 or not self._buckets:
@@ -299,7 +307,7 @@ class GradientSync:
         bucket = self._buckets[self._next]
         self._next += 1
         bucket.started = True
-        bucket.adopt(zeros=True)
+        bucket.complete()
         self._start(group, bucket.flat)
 
     def _start(self, group: Group, tensor: Tensor) -> None:
@@ -324,7 +332,6 @@ class GradientSync:
 
     def _rearm(self, sync: bool) -> None:
         self._armed = sync and self._group is not None and self._group.world > 1
-        self._launched = False
         self._next = 0
         self._error = None
         self._works = []

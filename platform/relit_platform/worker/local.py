@@ -68,7 +68,7 @@ class LocalRecorder:
     def phase(self, name: str, step: int) -> None:
         """No heartbeat here."""
 
-    def bind(self, objects: Mapping[str, Any], watches: Any = None) -> None:
+    def bind(self, objects: Mapping[str, Any]) -> None:
         """No snapshots here, but what could not be saved is found here already."""
         self.objects = objects
         flatten(objects)

@@ -32,18 +32,14 @@ Staging = Literal["auto", "overlap", "sync"]
 class Part:
     """Some tensors of an image: where they belong, the live ones, and their names."""
 
-    targets: list[Tensor]
-    sources: list[Tensor]
-    names: list[str]
+    targets: Sequence[Tensor]
+    sources: Sequence[Tensor]
+    names: Sequence[str]
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a copy of it writes."""
         return sum(t.numel() * t.element_size() for t in self.sources)
-
-    def into(self, targets: list[Tensor]) -> Part:
-        """The same tensors for another image."""
-        return Part(targets, self.sources, self.names)
 
     def at(self, places: Sequence[int]) -> Part:
         """Those of its tensors that are at these places."""
@@ -54,7 +50,7 @@ class Part:
         )
 
 
-NOTHING = Part([], [], [])
+NOTHING = Part((), (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +118,6 @@ class Overlap:
     def remember(self, later: Part) -> None:
         """It has been copied; `settle` shall compare."""
         self._looked_at = later
-
-    @property
-    def idle(self) -> bool:
-        """True if nothing is being copied, and nothing is to be compared."""
-        return self._looked_at is None and not self._copy.busy
 
     def settle(self) -> str:
         """Block until the copy is done. "" if it was committed, or why there is no snapshot."""

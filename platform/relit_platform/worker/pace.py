@@ -90,12 +90,12 @@ class Pace:
         now_s, measured, value, every_s = agreed if self._votes else (0.0,) * NUM_VOTES
         self._measured = None
         marks = self._marks
-        if (not marks.at_s and now_s) or now_s < marks.at_s:  # the first step, or another clock
+        if not marks.at_s or now_s < marks.at_s:  # the first step, or another machine's clock
             marks = replace(marks, at_s=now_s)
-        if every_s > 0 and every_s != marks.every_s:
+        if every_s > 0:
             marks = replace(marks, every_s=every_s)
         this = self._in_force(marks).due(step, step - 1, now_s, marks.at_s).due
-        if this and now_s != marks.at_s:
+        if this:
             marks = replace(marks, at_s=now_s)
         before = bool(measured) and on_metric(value, marks.best, self._cadence.mode).due
         if before:
@@ -112,11 +112,6 @@ class Pace:
     def advise(self, every_s: float) -> None:
         """Rank 0: what the manager has found; voted for from the next step on."""
         self._advised_s = every_s if self._auto and math.isfinite(every_s) else 0.0
-
-    @property
-    def agreed(self) -> Marks:
-        """What the ranks share; the same object as long as nothing in it has changed."""
-        return self._marks
 
     def marks(self) -> dict[str, Any]:
         """What goes beside a snapshot and with a broadcast; plain JSON."""

@@ -13,33 +13,46 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from relit_platform.facts import RestorePlan, RowBatch
 from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
-from relit_platform.node.slots import Extras
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.advice import Adviser
 from relit_platform.worker.cuts import split, with_cut_vote
 from relit_platform.worker.drill import Drill
-from relit_platform.worker.known_texts import KnownTexts, NotFixedError
 from relit_platform.worker.manager_client import ActorLink, tell
 from relit_platform.worker.near import near
 from relit_platform.worker.pace import Pace
 from relit_platform.worker.saving import ExtrasText, Saver
-from relit_platform.worker.unwritten_rows import UnwrittenRows, row_text
-from relit_platform.worker.watching import Watches
 from relit_storage.data.ledger import LedgerRow
 from relit_storage.run.layout import checked_name
 from relit_storage.stores.protocol import ObjectStore
 
+ROWS_KEPT = 4096  # while the store is away; else a few seconds' worth
+ROWS_IN_EXTRAS = 1024  # at 200 bytes a row, 200 KB at the most beside each snapshot
 SHIP_EVERY_S = 0.25
 URGENT_STEPS = 3  # told at once: a recovery is over with the first new step, one or two are redone
 RESEND_S = 5.0  # rows are written some 3 s after they were sent; then they may have been lost
 FINISH_S = 30.0
 FETCH_S = 600.0  # for a shard of another node: 10 GB at 20 MB/s
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One metric row, and its JSON text: it goes into many snapshots, but is encoded once."""
+
+    step: int
+    fields: dict[str, Any]
+    text: bytes
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> _Row:
+        return cls(int(fields["step"]), fields, json.dumps(fields).encode())
 
 
 class Recorder:
@@ -66,7 +79,7 @@ class Recorder:
         self._saver = Saver(config.checkpoint, worker_id, agent, manager)
         self._pace = Pace(config.checkpoint)
         self._adviser = Adviser(manager, self._pace.advise) if config.checkpoint.disk_auto else None
-        self._rows = UnwrittenRows()
+        self._rows: deque[_Row] = deque(maxlen=ROWS_KEPT)
         self._shipped_step = 0
         self._shipped_at_s = 0.0
         self._urgent = 0
@@ -74,8 +87,6 @@ class Recorder:
         self._oldest = (0, 0.0)  # step of the oldest row kept, and since when it is
         self._place = (0, 0)  # rank, generation
         self._data_id = ""
-        self._cursor_texts = KnownTexts()
-        self._steady: tuple[object, str, bytes] = (None, "", b"")  # marks, data, their text
 
     # ---- signs of life ----
 
@@ -109,9 +120,9 @@ class Recorder:
             }
             tell(self.manager, member, "loop.begun", about)
 
-    def bind(self, objects: Mapping[str, Any], watches: Watches | None = None) -> None:
-        """The registered objects, ahead of the first generation. watches: see StateMemo."""
-        self._saver.bind(objects, watches)
+    def bind(self, objects: Mapping[str, Any]) -> None:
+        """The registered objects, before the first generation is entered."""
+        self._saver.bind(objects)
 
     def place(self, rank: int, generation: int, last_row_step: int) -> None:
         """A new generation was entered; rows after last_row_step are sent again by rank 0."""
@@ -157,7 +168,7 @@ class Recorder:
             "generation": member.generation,
             **logged,
         }
-        self._rows.append(row, row_text(row, logged))
+        self._rows.append(_Row.of(row))
         self.phase("snapshot", step)
         votes, cut = split(agreed, member.world)
         due = self._pace.decide(step, votes)
@@ -193,35 +204,21 @@ class Recorder:
 
         Its rows are those that may not be in the run directory yet.
         """
-        head = self._extras_head(member, cursor)
-        return {**head, "objects": skeleton, "rows": self._rows.newest()}
+        rows = [row.fields for row in self._newest_rows()]
+        return {**self._extras_head(member, cursor), "objects": skeleton, "rows": rows}
 
     def _extras_of(self, member: Any, cursor: Mapping[str, Any]) -> ExtrasText:
         """`extras` as JSON, out of parts that are JSON already, once the skeleton is known."""
 
-        def text(skeleton: bytes) -> Extras:
-            begin, crc = self._rows.text()
-            place = (member.step, member.generation, member.rank, member.world)
-            rest = (
-                b'],"v":1,"step":%d,"generation":%d,"rank":%d,"world":%d,"cursor":{%b},%b,'
-                b'"objects":%b}'
-            ) % (*place, self._cursor_text(cursor), self._steady_text(), skeleton)
-            return Extras(begin, crc, rest)
+        def text(skeleton: bytes) -> bytes:
+            head = json.dumps(self._extras_head(member, cursor)).encode()
+            rows = b",".join(row.text for row in self._newest_rows())
+            return b'%b,"objects":%b,"rows":[%b]}' % (head[:-1], skeleton, rows)
 
         return text
 
-    def _cursor_text(self, cursor: Mapping[str, Any]) -> bytes:
-        try:
-            return self._cursor_texts.of(cursor).encode()
-        except NotFixedError:
-            return json.dumps(dict(cursor))[1:-1].encode()
-
-    def _steady_text(self) -> bytes:
-        """What is the same at nearly every step, encoded when it is not."""
-        marks, data_id = self._pace.agreed, self._data_id
-        if self._steady[0] is not marks or self._steady[1] != data_id:
-            self._steady = (marks, data_id, json.dumps(self._steady_part())[1:-1].encode())
-        return self._steady[2]
+    def _newest_rows(self) -> list[_Row]:
+        return list(self._rows)[-ROWS_IN_EXTRAS:]
 
     def _extras_head(self, member: Any, cursor: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -231,11 +228,6 @@ class Recorder:
             "rank": member.rank,
             "world": member.world,
             "cursor": dict(cursor),
-            **self._steady_part(),
-        }
-
-    def _steady_part(self) -> dict[str, Any]:
-        return {
             "cadence": self._pace.marks(),
             "ids": {
                 "config": self._config.config_sha,
@@ -250,9 +242,14 @@ class Recorder:
         rows, without those of later steps, and when it was saved last.
         """
         step, rows = int(extras["step"]), list(extras["rows"])
-        self._rows.merge(rows, step)
+        self._adopt_rows(rows, step)
         own: Mapping[str, Any] = next((row for row in rows if int(row["step"]) == step), {})
         self._pace.adopt(extras.get("cadence"), own)
+
+    def _adopt_rows(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        merged = {int(row["step"]): _Row.of(dict(row)) for row in rows}
+        merged.update({row.step: row for row in self._rows})
+        self._rows = deque((merged[s] for s in sorted(merged) if s <= step), maxlen=ROWS_KEPT)
 
     def _ship(self, now_s: float, *, force: bool) -> None:
         """Rank 0 sends the new rows; every rank says what it has whole in shared memory."""
@@ -269,14 +266,14 @@ class Recorder:
 
     def _batch(self, after: int) -> RowBatch:
         rank, generation = self._place
-        fresh = self._rows.after(after) if rank == 0 else ()
+        fresh = tuple(r.fields for r in self._rows if r.step > after) if rank == 0 else ()
         return RowBatch(
             generation=generation,
             rank=rank,
             rows=fresh,
             worker_id=self._worker_id,
             memory_step=self._saver.memory_step,
-            oldest_kept=self._rows.oldest if rank == 0 else 0,
+            oldest_kept=self._rows[0].step if rank == 0 and self._rows else 0,
         )
 
     def _forget_written(self, now_s: float) -> None:
@@ -286,14 +283,14 @@ class Recorder:
             over, written = self.manager.answered(self._asked)
             if over:
                 self._asked, lost = None, written is None
-                if written is not None:
-                    self._rows.forget(written)
-        oldest = self._rows.oldest
+                while self._rows and written is not None and self._rows[0].step <= written:
+                    self._rows.popleft()
+        oldest = self._rows[0].step if self._rows else 0
         if lost and oldest:  # the manager died, with what had been sent to it
             self._shipped_step = min(self._shipped_step, oldest - 1)
         if oldest != self._oldest[0]:
             self._oldest = (oldest, now_s)
-        elif oldest and abs(now_s - self._oldest[1]) > RESEND_S:
+        elif self._rows and abs(now_s - self._oldest[1]) > RESEND_S:
             self._shipped_step = min(self._shipped_step, oldest - 1)
             self._oldest = (oldest, now_s)
 

@@ -16,16 +16,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from relit_platform.node.slots import Extras
 from relit_platform.run_config import CheckpointConfig
 from relit_platform.worker.drill import Drill
 from relit_platform.worker.manager_client import ActorLink, tell
 from relit_platform.worker.snapshot import Snapshotter
 from relit_platform.worker.staging import still_names
 from relit_platform.worker.state_memo import StateMemo
-from relit_platform.worker.watching import Watches
 
-ExtrasText = Callable[[bytes], bytes | Extras]  # JSON beside a snapshot, by the skeleton
+ExtrasText = Callable[[bytes], bytes]  # the JSON beside a snapshot, by the state's skeleton
 
 
 class Saver:
@@ -56,10 +54,9 @@ class Saver:
         self.memory_step: int | None = None  # of the newest whole snapshot
         self.drill: Drill | None = None
 
-    def bind(self, objects: Mapping[str, Any], watches: Watches | None = None) -> None:
-        """The registered objects, ahead of the first generation. watches: see StateMemo."""
+    def bind(self, objects: Mapping[str, Any]) -> None:
+        """The registered objects, before the first generation is entered."""
         self._objects = objects
-        self._memo = StateMemo(watches)
 
     def save(
         self,
@@ -111,8 +108,6 @@ class Saver:
         Called before this rank's part of a step's sum goes out, before an update, and before a
         recovery. Blocks for what is left of a copy, usually not at all.
         """
-        if self._snapshotter.idle:
-            return
         outcome = self._snapshotter.settle()
         self._warn_of_moving(member)
         if outcome is not None and outcome.path is None:

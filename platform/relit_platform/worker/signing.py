@@ -3,7 +3,7 @@
 A signature holds every key, every scalar, and of every tensor where it lies and how it is laid out.
 That of a module or an optimizer whose `state_dict` is torch's own is read off the object itself: to
 make the dictionary costs more than to look whether it would be another one. This is done at each
-step of a rank that saves at each step, unless a watch (watching.py) says that it can be spared.
+step of a rank that saves at each step.
 """
 
 from __future__ import annotations
@@ -15,28 +15,21 @@ from torch import Tensor, nn
 
 from relit_platform.worker.sharding import is_dtensor, local_of, storage_of
 from relit_platform.worker.state_tree import PLAIN_TENSORS, StateHolder, state_of
-from relit_platform.worker.watching import OWN_STATE
 
 _SCALARS = (int, bool, str, float, type(None))
 _SETTINGS = "param_groups"
+_OWN = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _plain_kinds: dict[type, bool] = {}  # of the modules that were met
 
 
 class Signed(NamedTuple):
     """signature: None for a state that has to be walked each time. settings: an optimizer's, which
     change with the learning rate and are no part of it. state: the rest, if it was made.
-    settings_text: their JSON, where that is known without them.
     """
 
     signature: list[Any] | None
     settings: list[dict[str, Any]] | None
     state: Any = None
-    settings_text: str | None = None
-
-    @property
-    def is_read_off(self) -> bool:
-        """True if the object itself was looked at, and no `state_dict` called."""
-        return self.signature is not None and self.state is None
 
 
 class _Unsigned(Exception):
@@ -98,10 +91,10 @@ def _is_plain_module(module: nn.Module) -> bool:
     kind = type(module)
     plain = _plain_kinds.get(kind)
     if plain is None:
-        plain = all(getattr(kind, name) is getattr(nn.Module, name) for name in OWN_STATE)
+        plain = all(getattr(kind, name) is getattr(nn.Module, name) for name in _OWN)
         _plain_kinds[kind] = plain
     own = vars(module)
-    if not plain or not own.keys().isdisjoint(OWN_STATE):
+    if not plain or "state_dict" in own or "_save_to_state_dict" in own or "get_extra_state" in own:
         return False
     return not module._state_dict_hooks and not module._state_dict_pre_hooks
 

@@ -17,15 +17,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from relit_platform.facts import Json
-from relit_platform.node.slots import Extras, Slot, SlotState
-from relit_platform.worker.fused_copy import copy_all
-from relit_platform.worker.overlap import NOTHING, Overlap, Part, Staging
+from relit_platform.node.slots import Slot, SlotState
+from relit_platform.worker.overlap import Overlap, Part, Staging
 from relit_platform.worker.ownership import ShareLayout
 from relit_platform.worker.staging import HostMemory
 from relit_platform.worker.state_tree import DTYPES
@@ -37,7 +35,6 @@ MIN_EXTRAS_BYTES = 256 << 10
 RETRY_OPEN_S = 5.0  # after the agent refused or failed to give slots
 RETRY_ADD_S, RETRY_ADD_MAX_S = 60.0, 3600.0  # the one more that cuts would like: the loop waits
 
-_NO_SOURCES = (None, None, NOTHING)
 OpenSlots = Callable[[int, int, int], Sequence[str]]
 
 
@@ -123,7 +120,6 @@ class Snapshotter:
         self._cut: _Stage | None = None  # the last one, unless something else is in its slot now
         self._geometry = (-1, 0)  # image bytes, extras capacity of self._stages
         self._share = ShareLayout()
-        self._sources: tuple[object, object, Part] = _NO_SOURCES
         self._retry_at_s = 0.0
         self._add_at_s, self._add_pause_s = 0.0, RETRY_ADD_S
         self._memory = HostMemory()
@@ -138,7 +134,7 @@ class Snapshotter:
         rank: int,
         world: int,
         tensors: Mapping[str, Tensor],
-        extras: Extras | Json,
+        extras: Json,
         before_commit: Callable[[], object] | None = None,
         still: frozenset[str] = frozenset(),
         cut: bool = False,
@@ -149,7 +145,7 @@ class Snapshotter:
 
         tensors and extras are what `flatten` gave at this boundary, the same names on every
         rank; the same mapping as last time holds tensors of the same shapes. extras may be JSON
-        text already. before_commit is called when all is copied that is copied here, and
+        bytes already. before_commit is called when all is copied that is copied here, and
         nothing counts yet (drills). still: names of tensors that nothing changes before `settle`;
         when they are copied beside the loop the result is pending. cut: see cuts.py. on_begun gets
         the slot's path before such a copy begins, on_whole once the snapshot counts, then from the
@@ -158,10 +154,8 @@ class Snapshotter:
         began_s = time.perf_counter()
         self.settle()
         layout = self._share.of(tensors, rank, world)
-        if not isinstance(extras, Extras):
-            text = extras if isinstance(extras, bytes) else json.dumps(extras).encode()
-            extras = Extras.whole(text)
-        problem = self._ensure_slots(layout, extras.num_bytes)
+        data = extras if isinstance(extras, bytes) else json.dumps(extras).encode()
+        problem = self._ensure_slots(layout, len(data))
         if (cut or self._cut is not None) and not problem:
             self._add_slot()
         stage = None if problem else self._free_stage()
@@ -174,11 +168,12 @@ class Snapshotter:
         if cut or stage is self._cut:
             self._cut = stage if cut else None
         stage.lay_out(layout)
-        whole = self._sources_of(layout, tensors).into(stage.targets)
+        names = [spec.name for spec in layout.specs if spec.num_bytes]
+        whole = Part(stage.targets, [tensors[name] for name in names], names)
         now, later = self._overlap.divide(whole, layout, still)
         look = bool(later.names) and self._overlap.look_due()
         _copy(whole if look else now)
-        slot.set_extras(extras)
+        slot.set_extras(data)
         if before_commit is not None:
             before_commit()
         if later.names and not look:
@@ -200,8 +195,6 @@ class Snapshotter:
         Call before this rank's part of the next step's sum goes out (no rank is then two
         snapshots ahead of another), and before anything changes a tensor that stands still.
         """
-        if self._overlap.idle:
-            return None
         began_s = time.perf_counter()
         reason = self._overlap.settle()
         pending, self._pending = self._pending, None
@@ -213,11 +206,6 @@ class Snapshotter:
             return _result(0, began_s, None, reason)
         self._whole(pending.stage, pending.step)
         return _result(pending.num_bytes, began_s, pending.stage.slot.path)
-
-    @property
-    def idle(self) -> bool:
-        """True if `settle` would find nothing to do."""
-        return self._overlap.idle
 
     @property
     def replicated(self) -> bool:
@@ -254,14 +242,6 @@ class Snapshotter:
         self._stages, self._retired, self._newest, self._cut = [], [], None, None
         self._geometry = (-1, 0)
         self._share.forget()
-        self._sources = _NO_SOURCES
-
-    def _sources_of(self, layout: ImageLayout, tensors: Mapping[str, Tensor]) -> Part:
-        """What of `tensors` is copied, in the order of the image; looked up once per structure."""
-        if self._sources[0] is not layout or self._sources[1] is not tensors:
-            names = [spec.name for spec in layout.specs if spec.num_bytes]
-            self._sources = (layout, tensors, Part([], [tensors[name] for name in names], names))
-        return self._sources[2]
 
     def _ensure_slots(self, layout: ImageLayout, extras_bytes: int) -> str:
         """Slots of the right geometry are there, or the reason why not."""
@@ -302,15 +282,11 @@ class Snapshotter:
             self._add_pause_s = min(2 * self._add_pause_s, RETRY_ADD_MAX_S)
 
     def _free_stage(self) -> _Stage | None:
-        newest = self._newest
-        free = [s for s in self._stages if s is not newest and not s.slot.pinned]
+        free = [s for s in self._stages if s is not self._newest and not s.slot.pinned]
         # An empty slot before one that holds an older snapshot, which may still be of use, and
         # last of all a cut that is on another node, or on its way.
-        cuts = [s for s in self._stages if s.step >= 0 and s.slot.cut]
-        if cuts:
-            cuts = sorted(cuts, key=_step)[-CUTS_KEPT:]
-            return min(free, key=lambda s: (s in cuts, s.step), default=None)
-        return min(free, key=_step, default=None)
+        cuts = sorted((s for s in self._stages if s.slot.cut and s.step >= 0), key=lambda s: s.step)
+        return min(free, key=lambda s: (s in cuts[-CUTS_KEPT:], s.step), default=None)
 
     def _release_retired(self) -> None:
         """Give back slots of an older geometry, now that a newer snapshot is complete."""
@@ -324,9 +300,6 @@ class Snapshotter:
             stage.close()
         if gone:
             self._release_slots([stage.slot.path for stage in gone])
-
-
-_step = attrgetter("step")
 
 
 def _commit(slot: Slot, on_whole: Callable[[str], object]) -> None:
@@ -349,7 +322,8 @@ def _final_marker(slot: Slot, layout: ImageLayout, later: Sequence[str]) -> Call
 
 def _copy(part: Part) -> None:
     if part.sources:
-        copy_all(part.targets, part.sources)
+        with torch.no_grad():
+            torch._foreach_copy_(list(part.targets), list(part.sources))
 
 
 def _result(

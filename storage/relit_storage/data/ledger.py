@@ -17,8 +17,6 @@ import xxhash
 
 from relit_storage.data.permutation import Ints
 
-_LITTLE_ENDIAN = np.dtype("<i8")  # made once: a digest is taken at each step
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
@@ -71,7 +69,7 @@ class AuditReport:
 
 def ids_digest(ids: Ints) -> str:
     """xxh3_64 of the ids as little-endian int64, 16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(ids, dtype=_LITTLE_ENDIAN).data)
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(ids, dtype="<i8").data)
 
 
 def surviving(rows: Iterable[LedgerRow]) -> tuple[list[LedgerRow], list[LedgerRow]]:
