@@ -11,7 +11,7 @@ INPUTS := pyproject.toml constraints.txt
 ONE_THREAD := OMP_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(PY) -m pytest
 SUITES = $(wildcard tests/unit tests/sim)
-DRILLS = $(wildcard tests/cluster/test_drill_*.py tests/cluster/test_s3.py)
+DRILLS = $(wildcard tests/cluster/test_drill_*.py)
 SEEDS ?= 200
 KILLS ?= 20
 # Unit tests share nothing but the machine; two at a time is what two cores hold.

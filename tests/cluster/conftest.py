@@ -25,9 +25,7 @@ def lab() -> Iterator[object]:
         for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RELIT_STORE"):
             patch.delenv(name, raising=False)
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(
-                name, "lab"
-            )  # of the S3 server that test_s3 brings; the workers inherit it
+            patch.setenv(name, "lab")  # of a drill's own S3 server; the workers inherit it
         patch.setenv("LAB_API_TOKEN", harness.TOKEN)
         cluster.ensure_cluster()
         try:
@@ -41,7 +39,7 @@ def calm_job(lab: Any) -> Any:
     """The digits job that nobody touches, longer than any other of its kind."""
     import kills
 
-    job = lab.run("calm", steps=max(1000, (kills.KILLS + 1) * kills.GAP[1]))
+    job = lab.run("calm", steps=max(400, (kills.KILLS + 1) * kills.GAP[1]))
     assert job.status()["state"] == "SUCCEEDED", job.status()
     return job
 

@@ -11,12 +11,10 @@ from typing import Any
 from relit.handle import JobHandle
 
 
-def folders(root: Path, job: JobHandle, step: int) -> tuple[Path, Path]:
-    """Where a step of a run below `root` lies: on the disk tier and in the object tier."""
-    tiers = [root / "disk" / job.id, root / "store" / job.reader.run_key]
-    found = [path for tier in tiers for path in tier.rglob(f"checkpoints/steps/{step:012d}/g*")]
-    on_disk, in_store = found
-    return on_disk, in_store
+def on_disk(root: Path, job: JobHandle, step: int) -> Path:
+    """Where a step of a run below `root` lies on the disk tier."""
+    [folder] = (root / "disk" / job.id).rglob(f"checkpoints/steps/{step:012d}/g*")
+    return folder
 
 
 def shards(root: Path, job: JobHandle, rank: int) -> list[Path]:

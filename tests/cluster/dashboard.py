@@ -1,4 +1,4 @@
-"""What Ray's own dashboard and metrics endpoint say about a run, as its surfaces see it."""
+"""A run on Ray's own surfaces: its job's card in the dashboard, its gauges for Prometheus."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from relit.cluster import ClusterInfo, read_record
+from relit.handle import JobHandle
 
-WAIT_S = 120.0  # Ray passes metrics on every ten seconds
+GAUGES = {
+    "relit_step",
+    "relit_loss",
+    "relit_world_size",
+    "relit_generation",
+    "relit_committed_step{memory}",
+    "relit_committed_step{disk}",
+    "relit_committed_step{object}",
+    "relit_state{RUNNING}",
+    "relit_recoveries_total{worker_crash}",
+    "relit_recoveries_total{controller}",
+    "relit_downtime_seconds_total",
+}
+WAIT_S = 90.0  # Ray passes metrics on every ten seconds
 POLL_S = 0.5
 
 Found = TypeVar("Found")
@@ -44,6 +58,39 @@ def samples(run_id: str) -> dict[str, float]:
                 own = labels.get("tier") or labels.get("state") or labels.get("cause")
                 found[f"{name}{{{own}}}" if own else name] = value
     return found
+
+
+def check_card(job: JobHandle, owner: str) -> None:
+    """The Ray job of a running run says whose it is, and how far."""
+    told = until(
+        lambda: card(job.id),
+        # The first message after the start, and after a recovery, may come before a loss is known.
+        lambda seen: re.search("RUNNING at step .* loss ", str(seen.get("message"))) is not None,
+    )
+    metadata = told["metadata"]
+    assert (metadata["name"], metadata["owner"], metadata["run_id"]) == (job.id, owner, job.id)
+    assert metadata["state"] == "RUNNING" and told["status"] == "RUNNING"
+    assert told["message"].startswith(f"{job.id} RUNNING at step") and "loss" in told["message"]
+
+
+def check_gauges(job: JobHandle, step: int, recoveries: Mapping[str, int]) -> None:
+    """Prometheus gets all of a run that holds the step after this one, whose row may wait for the
+    next boundary; recoveries: by cause.
+    """
+    wanted = {f"relit_recoveries_total{{{cause}}}": count for cause, count in recoveries.items()}
+    now = {"relit_generation": job.status()["generation"], **wanted}
+    found = until(
+        lambda: samples(job.id),
+        # They come together every ten seconds: some may be from before the hold.
+        lambda seen: (
+            set(seen) >= GAUGES
+            and seen["relit_step"] in (step - 1, step)
+            and all(seen[name] == now[name] for name in now)
+        ),
+    )
+    assert found["relit_world_size"] == 2.0 and found["relit_state{FAILED}"] == 0.0
+    assert found["relit_committed_step{object}"] % 40 == 0
+    assert found["relit_downtime_seconds_total"] > 0.0
 
 
 def _targets() -> list[str]:

@@ -24,6 +24,7 @@ from relit.handle import JobHandle
 WAIT_S = 240.0
 HELD = str(Path(__file__).with_name("held.py")) + ":train"
 POLL_S = 0.02
+ASK_S = 2.0
 # What LAB_API_TOKEN holds on the lab's cluster; in parts, for this file is kept with many runs.
 TOKEN = "-".join(["lab", "7c1f09e2", "d3b84a65"])
 
@@ -65,10 +66,6 @@ class Lab:
         config = {**changes.pop("config", {}), "stop_at": stop_at, "marks": marks}
         return self.spec(name, entry=HELD, config=config, **changes)
 
-    def stoppable(self, name: str, stop_at: list[int], **changes: Any) -> JobHandle:
-        """Submit such a job."""
-        return relit.submit(self.stoppable_spec(name, stop_at, **changes))
-
     def going(self, name: str, hold_at: list[int], **changes: Any) -> JobHandle:
         """Submit the digits job of which rank 0 waits after each of these steps for `let_go`."""
         marks = str(self.root / "marks" / name)
@@ -76,25 +73,17 @@ class Lab:
         return self.submit(name, entry=HELD, config=config, **changes)
 
     def until_held(self, job: JobHandle, step: int) -> None:
-        """Wait until rank 0 of such a job holds the step after this one."""
+        """Wait until rank 0 of such a job holds the step after this one.
+
+        The run is asked now and then whether it is over: its store may be on a server in this very
+        process, on two cores.
+        """
         mark = self.root / "marks" / job.id / str(step)
-        until(job, lambda _: mark.exists())
+        until(job, lambda _: _appears(mark, ASK_S))
 
     def let_go(self, job: JobHandle, step: int) -> None:
         """Whoever holds that step, or comes to it later, goes on."""
         (self.root / "marks" / job.id / f"go-{step}").touch()
-
-    def stop_held(self, job: JobHandle, step: int) -> int:
-        """Stop a `stoppable` job while it holds the step after this one; the step it stands at.
-
-        The hold is seen by its mark: the row of the newest step waits for the next boundary.
-        """
-        mark = self.root / "marks" / job.id / str(step)
-        until(job, lambda _: mark.exists())
-        job.stop()
-        status = job.wait(timeout_s=WAIT_S)
-        assert status["state"] == "STOPPED", status
-        return int(status["step"])
 
     def run(self, name: str, **changes: Any) -> JobHandle:
         """Submit it and wait for its end."""
@@ -106,7 +95,11 @@ class Lab:
         """What a finished run left behind, once its supervisor has had the time to clean up."""
         job = relit.Client(store=str(self.root / "store")).get(run_id)
         whole = job.status()["state"] == "SUCCEEDED"  # other runs keep their disk for a resume
-        return leaks.left_by(self.root, run_id, list(job.events()), disk=not whole)
+        return self.left_by(job, disk=not whole)
+
+    def left_by(self, job: JobHandle, *, disk: bool) -> list[str]:
+        """The same of a run with a store of its own; disk: its disk tier may stay."""
+        return leaks.left_by(self.root, job.id, list(job.events()), disk=disk)
 
 
 def prepare(root: Path) -> Lab:
@@ -122,6 +115,13 @@ def losses(job: JobHandle) -> dict[int, float]:
 def head(calm: Mapping[int, float], steps: int) -> dict[int, float]:
     """What a run of `steps` steps must show: the calm run's losses as far as that."""
     return {step: calm[step] for step in range(1, steps + 1)}
+
+
+def _appears(mark: Path, within_s: float) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while not (there := mark.exists()) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return there
 
 
 def until(job: JobHandle, ready: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:

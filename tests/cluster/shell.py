@@ -60,12 +60,12 @@ def end(process: subprocess.Popen[str]) -> Said:
     return Said(process.returncode, text)
 
 
-def job_of(store: Path, run_id: str) -> JobHandle:
+def job_of(store: str, run_id: str) -> JobHandle:
     """The handle of a run that another process is about to submit."""
     deadline_s = time.monotonic() + harness.WAIT_S
     while True:
         try:
-            return relit.Client(store=str(store)).get(run_id)
+            return relit.Client(store=store).get(run_id)
         except RunNotFoundError:
             if time.monotonic() > deadline_s:
                 raise
