@@ -19,6 +19,7 @@ from typing import Any, Literal
 from urllib.request import Request, urlopen
 
 from relit.cluster import cluster_named, local_cluster
+from relit_platform.node.inheriting import abandoned
 from relit_platform.run_config import CheckpointConfig
 from relit_storage.errors import RelitError
 from relit_storage.stores.opening import open_store, probe, redact_url
@@ -56,6 +57,7 @@ def examine(store_url: str, address: str | None) -> list[Finding]:
         ("clusters on this host", check_host),
         ("store", lambda: check_store(store_url)),
         ("shared memory", lambda: [_space("shared memory", disk.shm_dir, _MIN_SHM_BYTES)]),
+        ("memory of dead nodes", lambda: [_abandoned(disk.shm_dir)]),
         ("disk tier", lambda: [_space("disk tier", disk.disk_dir, _MIN_DISK_BYTES)]),
         ("open files", check_open_files),
     ]
@@ -203,6 +205,18 @@ def _space(check: str, folder: str, wanted_bytes: int) -> Finding:
     if usage.free < wanted_bytes or usage.used > _MAX_DISK_USED * usage.total:
         return Finding("warn", check, f"{found}; less than a real model needs")
     return Finding("ok", check, found)
+
+
+def _abandoned(shm_dir: str) -> Finding:
+    """Snapshots that outlived their node: a resume takes them over, a run that lacks room too."""
+    check, root = "memory of dead nodes", os.path.join(shm_dir, "relit")
+    found = abandoned(root)
+    if not found:
+        return Finding("ok", check, "none")
+    total_bytes = sum(node.num_bytes for node in found)
+    runs = ", ".join(sorted({Path(node.path).parent.name for node in found})[:5])
+    how = f"resume them, or remove their folders below {root}"
+    return Finding("warn", check, f"{total_bytes / 1e9:.1f} GB of {runs}: {how}")
 
 
 def check_open_files() -> list[Finding]:

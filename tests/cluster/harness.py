@@ -157,9 +157,22 @@ def kill(*targets: int) -> None:
     for end in ends:
         signal.pidfd_send_signal(end, signal.SIGKILL)
     for end in ends:
-        ended, _, _ = select.select([end], [], [], WAIT_S)
-        os.close(end)
-        assert ended, f"one of {targets} does not die"
+        _await_end(end)
+
+
+def gone(pid: int) -> None:
+    """Wait for the end of a process that leaves by itself."""
+    try:
+        end = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    _await_end(end)
+
+
+def _await_end(end: int) -> None:
+    ended, _, _ = select.select([end], [], [], WAIT_S)
+    os.close(end)
+    assert ended, "a process does not die"
 
 
 def alive(pid: int) -> bool:

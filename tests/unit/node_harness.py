@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from relit_platform.facts import ShardPersisted
 from relit_platform.node.keeper import NodeKeeper
 from relit_platform.node.slots import Slot
@@ -154,3 +156,17 @@ def abandon(keeper: NodeKeeper) -> None:
     keeper._persister.close(5)
     keeper._uploads.close(5)
     keeper.close = lambda remove_disk: None  # type: ignore[method-assign]
+
+
+def fail_rename(patch: pytest.MonkeyPatch, fail_at: int) -> list[int]:
+    """The `fail_at`-th os.rename raises; how many there were so far."""
+    calls, real = [0], os.rename
+
+    def rename(source: str, target: str) -> None:
+        calls[0] += 1
+        if calls[0] == fail_at:
+            raise OSError("injected")
+        real(source, target)
+
+    patch.setattr(os, "rename", rename)
+    return calls

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from node_harness import fail_rename
 
 from relit_platform.facts import ShardPersisted
 from relit_platform.node import adoption
@@ -133,7 +134,7 @@ def test_cut_short_at_every_rename_it_is_finished_later(
         end_children()
         new = folder_of(run, f"new-{fail_at}", os.getpid())
         with monkeypatch.context() as patch:
-            calls = _fail_rename(patch, fail_at)
+            calls = fail_rename(patch, fail_at)
             try:
                 adopt_orphans(new)
             except OSError:
@@ -145,16 +146,3 @@ def test_cut_short_at_every_rename_it_is_finished_later(
         if calls[0] < fail_at:
             break
     assert fail_at == 6  # the folder, three files of the shard, the manifest, and one more try
-
-
-def _fail_rename(patch: pytest.MonkeyPatch, fail_at: int) -> list[int]:
-    calls, real = [0], os.rename
-
-    def rename(source: str, target: str) -> None:
-        calls[0] += 1
-        if calls[0] == fail_at:
-            raise OSError("injected")
-        real(source, target)
-
-    patch.setattr(os, "rename", rename)
-    return calls

@@ -52,7 +52,7 @@ def adopt_orphans(folder: str) -> list[str]:
     parent = os.path.dirname(folder)
     for name in sorted(os.listdir(parent)):
         orphan = os.path.join(parent, name)
-        if orphan == folder or not _is_orphan(orphan):
+        if orphan == folder or not is_orphan(orphan):
             continue
         try:
             os.rename(orphan, os.path.join(folder, ADOPTED_PREFIX + name))
@@ -66,6 +66,17 @@ def adopt_orphans(folder: str) -> list[str]:
     return [name[len(ADOPTED_PREFIX) :] for name in adopted]
 
 
+def is_orphan(folder: str) -> bool:
+    """True if `claim` named its owner on this host, and that process is gone."""
+    try:
+        with open(os.path.join(folder, OWNER_FILE), "rb") as file:
+            owner = json.loads(file.read())
+        now = _identity(int(owner["pid"]))
+        return bool(owner["host"] == now["host"] and owner != now)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return False  # no node folder, or one that is being made at this moment
+
+
 def _identity(pid: int) -> dict[str, object]:
     with open(_BOOT_ID, encoding="ascii") as file:
         boot_id = file.read().strip()
@@ -75,16 +86,6 @@ def _identity(pid: int) -> dict[str, object]:
         "pid": pid,
         "start_ticks": start_ticks(pid),
     }
-
-
-def _is_orphan(folder: str) -> bool:
-    try:
-        with open(os.path.join(folder, OWNER_FILE), "rb") as file:
-            owner = json.loads(file.read())
-        now = _identity(int(owner["pid"]))
-        return bool(owner["host"] == now["host"] and owner != now)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return False  # no node folder, or one that is being made at this moment
 
 
 def _merge(orphan: str, folder: str) -> None:

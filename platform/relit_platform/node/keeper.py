@@ -15,6 +15,7 @@ get a fact twice.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -38,6 +39,7 @@ from relit_platform.node.adoption import adopt_orphans, claim
 from relit_platform.node.disk_tier import DiskTier
 from relit_platform.node.fencing import NodeFence
 from relit_platform.node.heartbeat import ControlPage
+from relit_platform.node.inheriting import give_back, inherit
 from relit_platform.node.log_shipping import LogShipper
 from relit_platform.node.paths import NodeFolders, NodePaths
 from relit_platform.node.peer_tier import Level, PeerTier
@@ -94,6 +96,7 @@ class NodeKeeper:
             self._folders.slots,
             config.memory_budget_bytes,
             lambda used_bytes: self.peers.make_room(used_bytes),
+            self._give_back,
         )
         self._disk = DiskTier(self._folders.disk, node_id)
         self.peers = PeerTier(
@@ -139,9 +142,11 @@ class NodeKeeper:
         for folder in (folders.slots, folders.heartbeats, folders.logs):
             make_dirs(folder)
         claim(folders.disk, self._owner_pid)
-        for orphan in adopt_orphans(folders.disk):
-            # Its shared memory is in nobody's inventory, and nobody else would give it back.
-            _remove_tree(os.path.join(os.path.dirname(folders.shm), orphan), up=0)
+        self._claim_memory()
+        adopt_orphans(folders.disk)
+        for found in inherit(folders.shm, KILL_TIMEOUT_S):
+            level: Level = "warning" if found.reason else "info"
+            self._say("agent.inherited", level, dataclasses.asdict(found))
         self._disk.clean()
         self._slots.adopt()
         self.peers.start()
@@ -404,6 +409,22 @@ class NodeKeeper:
                 self._closing.wait(CRASH_PAUSE_S)
 
     # ---- small things ----
+
+    def _claim_memory(self) -> None:
+        try:
+            claim(self._folders.shm, self._owner_pid)
+        except OSError:
+            if not self._give_back():
+                raise
+            claim(self._folders.shm, self._owner_pid)
+
+    def _give_back(self) -> int:
+        """For a tmpfs that is full: memory of dead nodes of other runs goes; how many bytes."""
+        run_folder = os.path.dirname(self._folders.shm)
+        freed = give_back(os.path.dirname(run_folder), os.path.basename(run_folder))
+        if freed:
+            self._say("agent.gave_back", "warning", {"num_bytes": freed})
+        return freed
 
     def _free_dead(self, before: int | None = None) -> tuple[frozenset[str], frozenset[str]]:
         """Free what no restore can want; who is alive, and which slots are being persisted."""

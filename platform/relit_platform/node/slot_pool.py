@@ -35,7 +35,8 @@ class SlotPool:
     """Thread-safe. Slow work (reserving memory) is done outside the lock.
 
     make_room is told how many bytes the slots will take before they are created: what else lies in
-    the same budget has to go by then.
+    the same budget has to go by then. reclaim is called when tmpfs itself is full; how many bytes
+    it has freed.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class SlotPool:
         folder: str,
         budget_bytes: int,
         make_room: Callable[[int], None] = lambda used_bytes: None,
+        reclaim: Callable[[], int] = lambda: 0,
     ) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
         self._make_room = make_room
+        self._reclaim = reclaim
         self._lock = threading.Lock()
         self._slots: dict[str, PooledSlot] = {}
         self._reserved_bytes = 0
@@ -139,7 +142,13 @@ class SlotPool:
         names = [f"{worker_id}.{number + i}{SUFFIX}" for i in range(missing)]
         try:
             self._make_room(needed)
-            paths += self._create(worker_id, names, image_bytes, extras_capacity)
+            geometry = (image_bytes, extras_capacity)
+            try:
+                paths += self._create(worker_id, names, *geometry)
+            except BudgetError:
+                if not self._reclaim():
+                    raise
+                paths += self._create(worker_id, names, *geometry)
         finally:
             with self._lock:
                 self._reserved_bytes -= missing * size
