@@ -28,6 +28,7 @@ from relit_platform.node.standby import (
     Seed,
     Standby,
     answered,
+    expecting,
     heard,
     looked,
     standing,
@@ -52,6 +53,26 @@ def test_a_hello_puts_the_look_off_until_the_rank_has_started() -> None:
     assert first == Outlook(seed=SEED, look_at_s=100.0 + SETTLE_S)
     other = replace(SEED, job_id="02000000")  # after a resume: the newest rank counts
     assert heard(first, other, 102.0) == Outlook(seed=other, look_at_s=102.0 + SETTLE_S)
+
+
+@pytest.mark.parametrize(("there", "asked"), [(0, 4), (1, 3), (4, 0), (5, 0)])
+def test_ranks_that_start_anew_are_asked_for_once_and_at_once(there: int, asked: int) -> None:
+    outlook = expecting(heard(Outlook(), SEED, 100.0), 4, 101.0)
+    assert outlook.look_at_s == 101.0
+    outlook, missing = looked(outlook, 1, there, 101.0)
+    assert missing == asked
+    assert looked(outlook, 1, 1, 131.0)[1] == 0  # they went elsewhere: one is enough again
+
+
+def test_nothing_is_expected_where_no_rank_has_been() -> None:
+    assert expecting(Outlook(), 4, 101.0) == Outlook()
+    before = heard(Outlook(), SEED, 100.0)
+    assert expecting(before, 0, 101.0) == before
+
+
+def test_a_rank_that_came_before_the_look_is_expected_no_more() -> None:
+    outlook = heard(expecting(heard(Outlook(), SEED, 100.0), 2, 101.0), SEED, 101.0)
+    assert looked(outlook, 0, 0, 104.0)[1] == 1
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ class NodeAgent:
             say=self._no_standby,
             clock=time.monotonic,
         )
+        self._ranks_here = 0  # that said hello and lived when the newest one did
         self._outbox.start()
         self._keeper.start()
         self._standby.start()
@@ -117,6 +118,7 @@ class NodeAgent:
     def hello(self, worker_id: str, pid: int, epoch: int, seed: Seed | None = None) -> NodePaths:
         """A worker process introduces itself, and says how Ray has started it."""
         paths = self._keeper.hello(worker_id, pid, epoch)
+        self._ranks_here = len(self._keeper.heartbeats())
         self._standby.offer(seed)
         return paths
 
@@ -165,7 +167,11 @@ class NodeAgent:
         return self._keeper.inventory()
 
     def seal(self, epoch: int, generation: int) -> None:
-        """End all workers of older epochs; blocks until they are gone."""
+        """End all workers of older epochs; blocks until they are gone. Their successors' processes
+        begin to load meanwhile.
+        """
+        if epoch > self._keeper.epoch:
+            self._standby.expect(self._ranks_here)
         self._keeper.seal(epoch, generation)
 
     def set_stop(self, number: int) -> None:

@@ -189,6 +189,11 @@ class NodeKeeper:
 
     # ---- workers ----
 
+    @property
+    def epoch(self) -> int:
+        """The epoch at which this node is sealed."""
+        return self._fence.epoch
+
     def hello(self, worker_id: str, pid: int, epoch: int) -> NodePaths:
         """Register a worker process; from here on its end is noticed. Answers its files.
 

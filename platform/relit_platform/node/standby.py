@@ -7,6 +7,10 @@ Ray ends it with the job. What it loads ahead is in its environment, see worker.
 
     a rank says hello  ->  SETTLE_S later: is one there?  ->  ask the raylet for what is missing
                            every LOOK_EVERY_S: again          START_S later: again
+    a new epoch begins ->  at once: is there one for each rank of this node?
+
+When all ranks start anew, with the supervisor, a process is wanted for each of them: these load
+while Ray Train's controller does. One that no rank comes for stays, and is the next one's.
 
 A node without one, because ranks died faster than it could load or because the raylet refuses,
 starts its ranks as Ray does. An actor or task that the user's code starts inside a rank has the
@@ -53,7 +57,7 @@ class Outlook:
 
     refused: times in a row that the raylet said no. unseen: processes that it was asked for and
     that were neither found nor, as far as is known, taken by a rank. asked_until_s: until then one
-    may be starting, and not look like what it will be.
+    may be starting, and not look like what it will be. expected: ranks about to start here.
     """
 
     seed: Seed | None = None
@@ -61,6 +65,7 @@ class Outlook:
     refused: int = 0
     unseen: int = 0
     asked_until_s: float = float("-inf")
+    expected: int = 0
 
     @property
     def gave_up(self) -> bool:
@@ -70,16 +75,25 @@ class Outlook:
 
 def heard(outlook: Outlook, seed: Seed, now_s: float) -> Outlook:
     """A rank has started: it may have taken the standby process."""
-    unseen = max(0, outlook.unseen - 1)
+    unseen, expected = (max(0, count - 1) for count in (outlook.unseen, outlook.expected))
     look_at_s = max(now_s + SETTLE_S, outlook.asked_until_s)
-    return replace(outlook, seed=seed, look_at_s=look_at_s, unseen=unseen)
+    return replace(outlook, seed=seed, look_at_s=look_at_s, unseen=unseen, expected=expected)
+
+
+def expecting(outlook: Outlook, ranks: int, now_s: float) -> Outlook:
+    """So many ranks of this node are about to start; nothing is known of how before the first."""
+    if outlook.seed is None or not ranks:
+        return outlook
+    return replace(outlook, look_at_s=now_s, expected=ranks)
 
 
 def looked(outlook: Outlook, wanted: int, there: int, now_s: float) -> tuple[Outlook, int]:
     """How many processes to ask for now, when `there` of them were found.
 
     A raylet that starts none, or a node whose processes cannot be looked at, is not asked for ever.
+    Ranks that were expected are asked for once: they may come elsewhere.
     """
+    wanted, outlook = max(wanted, outlook.expected), replace(outlook, expected=0)
     unseen = outlook.unseen if there < wanted else 0
     missing = max(0, wanted - there) if outlook.seed is not None else 0
     asked = min(missing, max(0, UNSEEN_MAX * wanted - unseen))
@@ -139,6 +153,12 @@ class Standby:
             return
         with self._changed:
             self._outlook = heard(self._outlook, seed, self._clock())
+            self._changed.notify()
+
+    def expect(self, ranks: int) -> None:
+        """So many ranks are about to start on this node, all at once. Does not block."""
+        with self._changed:
+            self._outlook = expecting(self._outlook, ranks, self._clock())
             self._changed.notify()
 
     def close(self) -> None:
