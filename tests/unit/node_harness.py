@@ -158,14 +158,16 @@ def abandon(keeper: NodeKeeper) -> None:
     keeper.close = lambda remove_disk: None  # type: ignore[method-assign]
 
 
-def fail_rename(patch: pytest.MonkeyPatch, fail_at: int) -> list[int]:
+def fail_rename(
+    patch: pytest.MonkeyPatch, fail_at: int, kind: type[BaseException] = OSError
+) -> list[int]:
     """The `fail_at`-th os.rename raises; how many there were so far."""
     calls, real = [0], os.rename
 
     def rename(source: str, target: str) -> None:
         calls[0] += 1
         if calls[0] == fail_at:
-            raise OSError("injected")
+            raise kind("injected")
         real(source, target)
 
     patch.setattr(os, "rename", rename)

@@ -28,9 +28,9 @@ from relit_platform.node.standby import (
     Seed,
     Standby,
     answered,
-    expecting,
     heard,
     looked,
+    sealed,
     standing,
 )
 from relit_platform.ray_train.prestart import HOOK, no_rank_env, rank_env
@@ -55,23 +55,35 @@ def test_a_hello_puts_the_look_off_until_the_rank_has_started() -> None:
     assert heard(first, other, 102.0) == Outlook(seed=other, look_at_s=102.0 + SETTLE_S)
 
 
+def started(ranks: int, epoch: int = 1) -> Outlook:
+    """A node where so many ranks of an epoch have said hello by now."""
+    outlook = Outlook()
+    for number in range(ranks):
+        outlook = heard(outlook, SEED, 100.0, epoch, number + 1)
+    return outlook
+
+
 @pytest.mark.parametrize(("there", "asked"), [(0, 4), (1, 3), (4, 0), (5, 0)])
 def test_ranks_that_start_anew_are_asked_for_once_and_at_once(there: int, asked: int) -> None:
-    outlook = expecting(heard(Outlook(), SEED, 100.0), 4, 101.0)
+    outlook = sealed(started(4), 2, 101.0)
     assert outlook.look_at_s == 101.0
+    assert sealed(outlook, 2, 102.0) == outlook  # it is told again
     outlook, missing = looked(outlook, 1, there, 101.0)
     assert missing == asked
+    assert sealed(outlook, 2, 103.0) == outlook
     assert looked(outlook, 1, 1, 131.0)[1] == 0  # they went elsewhere: one is enough again
 
 
+def test_the_first_seal_of_a_node_comes_when_its_ranks_are_there() -> None:
+    assert sealed(started(4), 1, 101.0) == started(4)
+
+
 def test_nothing_is_expected_where_no_rank_has_been() -> None:
-    assert expecting(Outlook(), 4, 101.0) == Outlook()
-    before = heard(Outlook(), SEED, 100.0)
-    assert expecting(before, 0, 101.0) == before
+    assert sealed(Outlook(), 4, 101.0) == Outlook(epoch=4)
 
 
 def test_a_rank_that_came_before_the_look_is_expected_no_more() -> None:
-    outlook = heard(expecting(heard(Outlook(), SEED, 100.0), 2, 101.0), SEED, 101.0)
+    outlook = heard(sealed(started(2), 2, 101.0), SEED, 101.0, 2, 1)
     assert looked(outlook, 0, 0, 104.0)[1] == 1
 
 

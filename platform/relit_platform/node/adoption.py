@@ -66,13 +66,22 @@ def adopt_orphans(folder: str) -> list[str]:
     return [name[len(ADOPTED_PREFIX) :] for name in adopted]
 
 
-def is_orphan(folder: str) -> bool:
-    """True if `claim` named its owner on this host, and that process is gone."""
+def is_orphan(folder: str, *, sure: bool = False) -> bool:
+    """True if `claim` named its owner on this host, and that process is gone.
+
+    A container that is started anew keeps its host's name, not its processes' numbers: such an
+    owner counts as gone, too. sure: only one that we would see if it lived, for who takes from
+    strangers; two containers of one name may share a host's memory.
+    """
     try:
         with open(os.path.join(folder, OWNER_FILE), "rb") as file:
             owner = json.loads(file.read())
         now = _identity(int(owner["pid"]))
-        return bool(owner["host"] == now["host"] and owner != now)
+        if owner["host"] != now["host"]:
+            return False
+        if sure and owner["pid_namespace"] != now["pid_namespace"]:
+            return False
+        return bool({key: now.get(key) for key in owner} != owner)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False  # no node folder, or one that is being made at this moment
 
@@ -83,6 +92,7 @@ def _identity(pid: int) -> dict[str, object]:
     return {
         "host": socket.gethostname(),
         "boot_id": boot_id,
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
         "pid": pid,
         "start_ticks": start_ticks(pid),
     }

@@ -98,7 +98,6 @@ class NodeAgent:
             say=self._no_standby,
             clock=time.monotonic,
         )
-        self._ranks_here = 0  # that said hello and lived when the newest one did
         self._outbox.start()
         self._keeper.start()
         self._standby.start()
@@ -118,8 +117,7 @@ class NodeAgent:
     def hello(self, worker_id: str, pid: int, epoch: int, seed: Seed | None = None) -> NodePaths:
         """A worker process introduces itself, and says how Ray has started it."""
         paths = self._keeper.hello(worker_id, pid, epoch)
-        self._ranks_here = len(self._keeper.heartbeats())
-        self._standby.offer(seed)
+        self._standby.offer(seed, epoch)
         return paths
 
     def open_slots(
@@ -170,8 +168,7 @@ class NodeAgent:
         """End all workers of older epochs; blocks until they are gone. Their successors' processes
         begin to load meanwhile.
         """
-        if epoch > self._keeper.epoch:
-            self._standby.expect(self._ranks_here)
+        self._standby.sealed(epoch)
         self._keeper.seal(epoch, generation)
 
     def set_stop(self, number: int) -> None:

@@ -5,7 +5,7 @@ shared memory does not. When Ray is started anew on the host, under another node
 agent takes these snapshots over as if they were of its own dead workers: a restore finds them in
 its inventory, and what waited for the disk is persisted. As adoption.py does with the disk: a node
 folder names its owner, the raylet; if that process is gone, one rename into our own folder decides
-which of several new nodes has it. Cut short anywhere, the next start finishes it.
+which of several new nodes has it. Cut short anywhere, the next start finishes it, also another's.
 
 What runs of other names have left stays, for they may be resumed, until tmpfs has no room for a
 slot: a run that trains comes before one that does not.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from relit_storage.checkpoint.durable import read_file
 
 SLOTS, PEERS, WORKERS = "slots", "peers", "workers.json"
 SUFFIX = ".slot"
+DOOMED_PREFIX = "doomed-"
 MAX_WORKERS_BYTES = 16 << 20
+_COPY = re.compile(r"(rank-\d+)\.(\d+)(\.slot(?:\.offer)?)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,56 +70,86 @@ def inherit(folder: str, kill_timeout_s: float) -> list[Inherited]:
             os.rename(orphan, os.path.join(folder, ADOPTED_PREFIX + name))
         except FileNotFoundError:
             continue  # another node of this host was faster
-    names = sorted(name for name in os.listdir(folder) if name.startswith(ADOPTED_PREFIX))
-    return [_merged(os.path.join(folder, name), folder) for name in names] + left
+        except OSError as error:
+            left.append(Inherited(node=name, reason=str(error)))
+    for path in _beginning(folder, DOOMED_PREFIX):
+        shutil.rmtree(path, ignore_errors=True)
+    return [_merged(path, folder) for path in _beginning(folder, ADOPTED_PREFIX)] + left
 
 
 def abandoned(root: str, but_run: str = "") -> list[Abandoned]:
-    """Node folders of all runs below `root` whose node is no more, those of `but_run` left out."""
+    """Node folders of all runs below `root` whose node is no more, those of `but_run` left out.
+
+    Only of owners that were of this process's namespace: those of other containers may live.
+    """
     found = []
     for run in _folders(root):
         if run != but_run:
             nodes = [os.path.join(root, run, node) for node in _folders(os.path.join(root, run))]
-            orphans = [path for path in nodes if is_orphan(path)]
+            orphans = [path for path in nodes if is_orphan(path, sure=True)]
             found += [Abandoned(path=path, num_bytes=_tree_bytes(path)) for path in orphans]
     return found
 
 
-def give_back(root: str, but_run: str) -> int:
-    """Remove what `abandoned` finds; how many bytes that was. Who has a page mapped keeps it."""
+def give_back(folder: str) -> int:
+    """Remove what nodes that are no more hold of other runs than that of `folder`, ours on tmpfs;
+    how many bytes that was. Who has a page mapped keeps it.
+    """
+    run_folder = os.path.dirname(folder)
+    root, run = os.path.split(run_folder)
     freed = 0
-    for found in abandoned(root, but_run):
-        shutil.rmtree(found.path, ignore_errors=True)
-        freed += found.num_bytes
+    for found in abandoned(root, run):
+        name = os.path.relpath(found.path, root).replace(os.sep, "-")
+        doomed = os.path.join(folder, DOOMED_PREFIX + name)
         try:
-            os.rmdir(os.path.dirname(found.path))
+            os.rename(found.path, doomed)
         except OSError:
-            pass  # another node's folder is in it
+            continue  # its own run's next agent was faster
+        shutil.rmtree(doomed, ignore_errors=True)
+        freed += 0 if os.path.exists(doomed) else found.num_bytes
     return freed
 
 
 def _merged(orphan: str, folder: str) -> Inherited:
-    count = num_bytes = 0
-    for part in (SLOTS, PEERS):
-        for path in _moved(os.path.join(orphan, part), os.path.join(folder, part)):
-            count += path.endswith(SUFFIX)
-            num_bytes += os.stat(path).st_size
-    shutil.rmtree(orphan, ignore_errors=True)
+    """A node without it is better than none: what fails is said, and tried again at a start."""
     node = os.path.basename(orphan).removeprefix(ADOPTED_PREFIX)
+    count = num_bytes = 0
+    try:
+        for nested in _beginning(orphan, ADOPTED_PREFIX):  # its own work, cut short
+            inner = _merged(nested, folder)
+            count, num_bytes = count + inner.slots, num_bytes + inner.num_bytes
+            if inner.reason:
+                raise OSError(inner.reason)
+        offset = _next_number(os.path.join(folder, PEERS))
+        for part in (SLOTS, PEERS):
+            for path in _moved(os.path.join(orphan, part), os.path.join(folder, part), offset):
+                count += path.endswith(SUFFIX)
+                num_bytes += os.stat(path).st_size
+    except OSError as error:
+        return Inherited(node=node, slots=count, num_bytes=num_bytes, reason=str(error))
+    shutil.rmtree(orphan, ignore_errors=True)
     return Inherited(node=node, slots=count, num_bytes=num_bytes)
 
 
-def _moved(source: str, target: str) -> Iterator[str]:
-    """New paths of the files that were moved. A name that is taken stays ours: copies of another
-    node's ranks are numbered, slots of our own carry their worker's id.
+def _moved(source: str, target: str, offset: int) -> Iterator[str]:
+    """New paths of the files that were moved. Slots carry their worker's id; copies of another
+    node's ranks are numbered, and get numbers that are not taken.
     """
-    if os.path.isdir(source):
-        os.makedirs(target, mode=0o700, exist_ok=True)
-        for name in sorted(os.listdir(source)):
-            path = os.path.join(target, name)
-            if not os.path.exists(path):
-                os.rename(os.path.join(source, name), path)
-                yield path
+    if not os.path.isdir(source):
+        return
+    os.makedirs(target, mode=0o700, exist_ok=True)
+    for name in sorted(os.listdir(source)):
+        copy = _COPY.fullmatch(name)
+        new = f"{copy[1]}.{int(copy[2]) + offset}{copy[3]}" if copy else name
+        os.rename(os.path.join(source, name), os.path.join(target, new))
+        yield os.path.join(target, new)
+
+
+def _next_number(folder: str) -> int:
+    """Above those of all copies that are there."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    copies = [copy for copy in map(_COPY.fullmatch, names) if copy]
+    return max((int(copy[2]) + 1 for copy in copies), default=0)
 
 
 def _end_workers(orphan: str, timeout_s: float) -> int:
@@ -125,11 +158,16 @@ def _end_workers(orphan: str, timeout_s: float) -> int:
         entries = json.loads(read_file(os.path.join(orphan, WORKERS), MAX_WORKERS_BYTES))
         workers = [(int(entry["pid"]), int(entry["start_ticks"])) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return 0  # nobody said hello
+        return 0  # nobody said hello, or nobody can tell who did
     for pid, ticks in workers:
         if not kill_and_wait(pid, ticks, timeout_s):
             return pid
     return 0
+
+
+def _beginning(folder: str, prefix: str) -> list[str]:
+    names = sorted(name for name in os.listdir(folder) if name.startswith(prefix))
+    return [os.path.join(folder, name) for name in names]
 
 
 def _folders(path: str) -> Iterator[str]:

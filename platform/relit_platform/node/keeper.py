@@ -142,11 +142,8 @@ class NodeKeeper:
         for folder in (folders.slots, folders.heartbeats, folders.logs):
             make_dirs(folder)
         claim(folders.disk, self._owner_pid)
-        self._claim_memory()
         adopt_orphans(folders.disk)
-        for found in inherit(folders.shm, KILL_TIMEOUT_S):
-            level: Level = "warning" if found.reason else "info"
-            self._say("agent.inherited", level, dataclasses.asdict(found))
+        self._take_over_memory()
         self._disk.clean()
         self._slots.adopt()
         self.peers.start()
@@ -188,11 +185,6 @@ class NodeKeeper:
             _remove_run_if_last(os.path.dirname(self._folders.disk))
 
     # ---- workers ----
-
-    @property
-    def epoch(self) -> int:
-        """The epoch at which this node is sealed."""
-        return self._fence.epoch
 
     def hello(self, worker_id: str, pid: int, epoch: int) -> NodePaths:
         """Register a worker process; from here on its end is noticed. Answers its files.
@@ -415,18 +407,24 @@ class NodeKeeper:
 
     # ---- small things ----
 
-    def _claim_memory(self) -> None:
+    def _take_over_memory(self) -> None:
+        """Make this node's folder on tmpfs ours, and what dead nodes of the run have left."""
+        shm = self._folders.shm
+        found = []
         try:
-            claim(self._folders.shm, self._owner_pid)
-        except OSError:
-            if not self._give_back():
-                raise
-            claim(self._folders.shm, self._owner_pid)
+            claim(shm, self._owner_pid)
+        except OSError:  # full: by what they have left, perhaps, of which not all is kept
+            found = inherit(shm, KILL_TIMEOUT_S)
+            self._give_back()
+            claim(shm, self._owner_pid)
+        found += inherit(shm, KILL_TIMEOUT_S)
+        for one in found:
+            level: Level = "warning" if one.reason else "info"
+            self._say("agent.inherited", level, dataclasses.asdict(one))
 
     def _give_back(self) -> int:
         """For a tmpfs that is full: memory of dead nodes of other runs goes; how many bytes."""
-        run_folder = os.path.dirname(self._folders.shm)
-        freed = give_back(os.path.dirname(run_folder), os.path.basename(run_folder))
+        freed = give_back(self._folders.shm)
         if freed:
             self._say("agent.gave_back", "warning", {"num_bytes": freed})
         return freed

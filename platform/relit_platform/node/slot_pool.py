@@ -6,6 +6,7 @@ is reserved when a slot is created, so the budget counts files, whatever they ho
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -145,8 +146,8 @@ class SlotPool:
             geometry = (image_bytes, extras_capacity)
             try:
                 paths += self._create(worker_id, names, *geometry)
-            except BudgetError:
-                if not self._reclaim():
+            except BudgetError as error:
+                if not _is_full(error) or not self._reclaim():
                     raise
                 paths += self._create(worker_id, names, *geometry)
         finally:
@@ -369,6 +370,10 @@ class SlotPool:
 
     def _used_bytes(self) -> int:
         return sum(pooled.file_bytes for pooled in self._slots.values()) + self._reserved_bytes
+
+
+def _is_full(error: BudgetError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC
 
 
 def _refusal(

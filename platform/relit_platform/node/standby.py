@@ -57,7 +57,8 @@ class Outlook:
 
     refused: times in a row that the raylet said no. unseen: processes that it was asked for and
     that were neither found nor, as far as is known, taken by a rank. asked_until_s: until then one
-    may be starting, and not look like what it will be. expected: ranks about to start here.
+    may be starting, and not look like what it will be. epoch: the newest one heard of, ranks: how
+    many lived here at the newest hello. expected: ranks that are about to start here.
     """
 
     seed: Seed | None = None
@@ -65,6 +66,8 @@ class Outlook:
     refused: int = 0
     unseen: int = 0
     asked_until_s: float = float("-inf")
+    epoch: int = 0
+    ranks: int = 0
     expected: int = 0
 
     @property
@@ -73,18 +76,28 @@ class Outlook:
         return self.seed is not None and self.look_at_s == NEVER
 
 
-def heard(outlook: Outlook, seed: Seed, now_s: float) -> Outlook:
-    """A rank has started: it may have taken the standby process."""
-    unseen, expected = (max(0, count - 1) for count in (outlook.unseen, outlook.expected))
-    look_at_s = max(now_s + SETTLE_S, outlook.asked_until_s)
-    return replace(outlook, seed=seed, look_at_s=look_at_s, unseen=unseen, expected=expected)
+def heard(outlook: Outlook, seed: Seed, now_s: float, epoch: int = 0, ranks: int = 0) -> Outlook:
+    """A rank has started, the last of so many, of this epoch: it may be in the standby process."""
+    return replace(
+        outlook,
+        seed=seed,
+        look_at_s=max(now_s + SETTLE_S, outlook.asked_until_s),
+        unseen=max(0, outlook.unseen - 1),
+        epoch=max(outlook.epoch, epoch),
+        ranks=ranks,
+        expected=max(0, outlook.expected - 1),
+    )
 
 
-def expecting(outlook: Outlook, ranks: int, now_s: float) -> Outlook:
-    """So many ranks of this node are about to start; nothing is known of how before the first."""
-    if outlook.seed is None or not ranks:
+def sealed(outlook: Outlook, epoch: int, now_s: float) -> Outlook:
+    """All ranks of this node start anew, if their epoch is over. An agent is sealed more than once
+    in an epoch, and for the first time when its ranks are there.
+    """
+    if epoch <= outlook.epoch:
         return outlook
-    return replace(outlook, look_at_s=now_s, expected=ranks)
+    if outlook.seed is None or not outlook.ranks:
+        return replace(outlook, epoch=epoch)
+    return replace(outlook, epoch=epoch, look_at_s=now_s, expected=outlook.ranks)
 
 
 def looked(outlook: Outlook, wanted: int, there: int, now_s: float) -> tuple[Outlook, int]:
@@ -147,18 +160,19 @@ class Standby:
         elif self._wanted:
             self._thread.start()
 
-    def offer(self, seed: Seed | None) -> None:
+    def offer(self, seed: Seed | None, epoch: int = 0) -> None:
         """A rank said hello. Does not block; None: it does not know how it was started."""
         if seed is None:
             return
+        ranks = len(self._ranks())
         with self._changed:
-            self._outlook = heard(self._outlook, seed, self._clock())
+            self._outlook = heard(self._outlook, seed, self._clock(), epoch, ranks)
             self._changed.notify()
 
-    def expect(self, ranks: int) -> None:
-        """So many ranks are about to start on this node, all at once. Does not block."""
+    def sealed(self, epoch: int) -> None:
+        """Ranks of older epochs are being ended. Does not block."""
         with self._changed:
-            self._outlook = expecting(self._outlook, ranks, self._clock())
+            self._outlook = sealed(self._outlook, epoch, self._clock())
             self._changed.notify()
 
     def close(self) -> None:
