@@ -48,7 +48,11 @@ def card(run_id: str) -> dict[str, Any]:
 
 
 def samples(run_id: str) -> dict[str, float]:
-    """Newest value by `name` or `name{label}` of a run's metrics, over all Prometheus targets."""
+    """Largest value by `name` or `name{label}` of a run's metrics, over all Prometheus targets.
+
+    Ray goes on for minutes to show what a dead process said last; what counts steps, generations or
+    recoveries is larger in its successor.
+    """
     found: dict[str, float] = {}
     for target in _targets():
         with urllib.request.urlopen(f"http://{target}/metrics", timeout=30) as answer:
@@ -56,7 +60,8 @@ def samples(run_id: str) -> dict[str, float]:
         for name, labels, value in filter(None, map(_sample, lines)):
             if labels.get("run") == run_id:
                 own = labels.get("tier") or labels.get("state") or labels.get("cause")
-                found[f"{name}{{{own}}}" if own else name] = value
+                key = f"{name}{{{own}}}" if own else name
+                found[key] = max(value, found.get(key, value))
     return found
 
 
