@@ -45,6 +45,7 @@ def test_a_resume_on_a_new_cluster_finds_what_memory_held(lab: Any, calm: dict[i
         recovery={"lease_s": LEASE_S},
     )
     lab.until_held(job, HELD_AT)
+    harness.until(job, lambda _: bool(damage.formations(job)))  # so that there is an incident
     end_cluster()
     harness.until(job, lambda status: status["state"] == "LOST")
     lab.let_go(job, HELD_AT)
