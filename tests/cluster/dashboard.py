@@ -78,9 +78,9 @@ def check_card(job: JobHandle, owner: str) -> None:
     assert told["message"].startswith(f"{job.id} RUNNING at step") and "loss" in told["message"]
 
 
-def check_gauges(job: JobHandle, step: int, recoveries: Mapping[str, int]) -> None:
-    """Prometheus gets all of a run that holds the step after this one, whose row may wait for the
-    next boundary; recoveries: by cause.
+def check_gauges(job: JobHandle, since: int, step: int, recoveries: Mapping[str, int]) -> None:
+    """Prometheus gets all of a run that has gone on from step `since` and holds the one after
+    `step`, so that the newest rows wait for the next boundary; recoveries: by cause.
     """
     wanted = {f"relit_recoveries_total{{{cause}}}": count for cause, count in recoveries.items()}
     now = {"relit_generation": job.status()["generation"], **wanted}
@@ -89,7 +89,7 @@ def check_gauges(job: JobHandle, step: int, recoveries: Mapping[str, int]) -> No
         # They come together every ten seconds: some may be from before the hold.
         lambda seen: (
             set(seen) >= GAUGES
-            and seen["relit_step"] in (step - 1, step)
+            and since < seen["relit_step"] <= step
             and all(seen[name] == now[name] for name in now)
         ),
     )

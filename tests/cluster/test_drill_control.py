@@ -53,8 +53,9 @@ def test_the_run_goes_on(lab: Any, calm: dict[int, float]) -> None:
         status = harness.until(job, all_live)
         if step == SHOWN_AT:
             dashboard.check_card(job, "ada")
-            before = causes(whom for at, whom in PLAN.items() if at < step)
-            dashboard.check_gauges(job, step, Counter(before))
+            before = {at: whom for at, whom in PLAN.items() if at < step}
+            recovered = Counter(causes(before.values()))
+            dashboard.check_gauges(job, max(before), step, recovered)
         harness.kill(*(pid for what in whom for pid in victims.pids_of(job, status, what)))
         lab.let_go(job, step)
     assert job.wait(timeout_s=harness.WAIT_S)["state"] == "SUCCEEDED", job.status()
