@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from node_harness import (
+    NODE,
     Node,
     abandon,
     manifest_of,
@@ -123,13 +124,14 @@ def test_seal_kills_older_epochs_and_lasts(node: Node) -> None:
         again.hello("late", os.getpid(), epoch=1)
 
 
-def test_a_later_node_of_this_host_inherits_the_disk(node: Node) -> None:
+def test_a_later_node_of_this_host_inherits_the_disk_and_the_memory(node: Node) -> None:
     first = node.boot()
-    shard = persisted(node, first, worker(first)[0], step=7)
+    shard = persisted(node, first, worker(first, pid=node.child())[0], step=7)
     first.publish(7, 1, manifest_of(shard))
     abandon(first)
-    owner = node.root / "owner.json"
-    owner.write_text(owner.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}'))
+    for owner in (node.root / "owner.json", node.shm / "relit" / "run-1" / NODE[:8] / "owner.json"):
+        text = owner.read_text()
+        owner.write_text(text.replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}'))
     later = NodeKeeper(
         "fedcba9876543210", "run-1", node.config, node.store, node.facts.append, clock=time.time
     )
@@ -139,6 +141,7 @@ def test_a_later_node_of_this_host_inherits_the_disk(node: Node) -> None:
     assert [(s.step, s.node_id) for s in inventory.disk] == [(7, "fedcba9876543210")]
     assert [place[:2] for place in inventory.manifests] == [(7, 1)]
     assert os.path.exists(os.path.join(inventory.disk_root, inventory.disk[0].file))
+    assert [(s.step, s.node_id) for s in inventory.memory] == [(7, "fedcba9876543210")]
     assert os.listdir(node.shm / "relit" / "run-1") == ["fedcba98"]
 
 
