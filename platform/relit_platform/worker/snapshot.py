@@ -23,6 +23,7 @@ from torch import Tensor
 
 from relit_platform.facts import Json
 from relit_platform.node.slots import Slot, SlotState
+from relit_platform.worker.copying import copy_into
 from relit_platform.worker.overlap import Overlap, Part, Staging
 from relit_platform.worker.ownership import ShareLayout
 from relit_platform.worker.staging import HostMemory
@@ -172,7 +173,8 @@ class Snapshotter:
         whole = Part(stage.targets, [tensors[name] for name in names], names)
         now, later = self._overlap.divide(whole, layout, still)
         look = bool(later.names) and self._overlap.look_due()
-        _copy(whole if look else now)
+        at_once = whole if look else now
+        copy_into(at_once.targets, at_once.sources)
         slot.set_extras(data)
         if before_commit is not None:
             before_commit()
@@ -318,12 +320,6 @@ def _final_marker(slot: Slot, layout: ImageLayout, later: Sequence[str]) -> Call
         slot.mark_final(layout.total_bytes if done else layout.offset(later[count]))
 
     return copied
-
-
-def _copy(part: Part) -> None:
-    if part.sources:
-        with torch.no_grad():
-            torch._foreach_copy_(list(part.targets), list(part.sources))
 
 
 def _result(

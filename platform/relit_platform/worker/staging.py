@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relit_platform.worker.copying import copy_into
+
 # A copy of less holds the loop up for two milliseconds, about what handing it over may cost.
 OVERLAP_MIN_BYTES = 32 << 20
 
@@ -134,13 +136,13 @@ class BackgroundCopy:
         ready: Mapping[torch.device, Any],
         copied: Copied,
     ) -> None:
-        with torch.no_grad(), contextlib.ExitStack() as streams:
+        with contextlib.ExitStack() as streams:
             for device, event in ready.items():
                 self._streams[device].wait_event(event)
                 streams.enter_context(self._cuda.stream(self._streams[device]))
             for begin, end in parts(sources):
-                these, those = list(targets[begin:end]), list(sources[begin:end])
-                torch._foreach_copy_(these, those, non_blocking=bool(ready))
+                these, those = targets[begin:end], sources[begin:end]
+                copy_into(these, those, non_blocking=bool(ready))
                 for device in ready:
                     self._streams[device].synchronize()
                 copied(end)
