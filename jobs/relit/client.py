@@ -35,7 +35,7 @@ from relit.resuming import resume_run
 from relit.spec import files
 from relit.spec.model import Init, JobSpec
 from relit.spec.resolve import absolute_store, resolve
-from relit.transport import JobTransport, RayJobs
+from relit.transport import OVER_IN_RAY, JobTransport, RayJobs
 from relit_platform.run_config import InitConfig, RunConfig
 from relit_storage.errors import ObjectMissingError, StoreError, UnsupportedStoreError
 from relit_storage.run import layout
@@ -120,6 +120,7 @@ class Client:
             allow=allow,
             find_initial=self._find_initial,
             connect=self.transport.connect,
+            starts=self._starts,
         )
         run_writer.start_attempt(job.reader.store, plan.config, self.transport, plan.changes)
         return JobHandle(job.reader, self)
@@ -168,6 +169,10 @@ class Client:
         if entry is not None and entry["run_key"] != config.run_key:
             diff = f"it is {entry['run_key']}, not {config.run_key}"
             raise RunExistsError(run=config.run_id, diff=diff)
+
+    def _starts(self, submission_id: str) -> bool:
+        job = self.transport.status(submission_id)
+        return job is not None and job[0] not in OVER_IN_RAY
 
     def _find_initial(self, init: Init) -> InitConfig:
         return find_initial(init, lambda run: self.get(run).reader)

@@ -21,8 +21,9 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ _PATIENCE_S = 30.0  # with a cluster whose keeper lives
 _SUBMIT_S = 10.0  # somebody who asked for the cluster this lately may be about to submit
 _OVER = {"SUCCEEDED", "FAILED", "STOPPED"}
 _PRIVATE = 0o600
+_LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +187,7 @@ def set_auth_mode(local: bool) -> None:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if local:
+        without_proxy_for_loopback(os.environ)
         os.environ["RAY_AUTH_MODE"] = "disabled"
         return
     has_token = any(os.environ.get(f"RAY_AUTH_TOKEN{end}") for end in ("", "_PATH"))
@@ -210,13 +213,28 @@ def _named_cluster(address: str) -> ClusterInfo:
 
 
 def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10.0) as answer:
+    with open_url(url, timeout_s=10.0) as answer:
         return json.load(answer)
+
+
+def open_url(url: str, timeout_s: float) -> Any:
+    """As urlopen; but no proxy knows this machine's loopback, whatever the environment says."""
+    if urllib.parse.urlsplit(url).hostname not in _LOOPBACKS:
+        return urllib.request.urlopen(url, timeout=timeout_s)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout_s)
+
+
+def without_proxy_for_loopback(environ: MutableMapping[str, str]) -> None:
+    """The same for Ray's own clients, which go by the environment."""
+    for name in ("no_proxy", "NO_PROXY"):
+        named = [host.strip() for host in environ.get(name, "").split(",") if host.strip()]
+        if "*" not in named:
+            environ[name] = ",".join([*named, *(h for h in _LOOPBACKS if h not in named)])
 
 
 def _why_silent(url: str, timeout_s: float) -> str:
     try:
-        with urllib.request.urlopen(f"{url}/api/version", timeout=timeout_s) as answer:
+        with open_url(f"{url}/api/version", timeout_s) as answer:
             json.load(answer)
     except urllib.error.HTTPError as error:
         return "" if error.code in (401, 403) else f"HTTP {error.code}"

@@ -16,9 +16,8 @@ from email.utils import parsedate_to_datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
-from urllib.request import Request, urlopen
 
-from relit.cluster import cluster_named, local_cluster
+from relit.cluster import cluster_named, local_cluster, open_url
 from relit_platform.node.inheriting import abandoned
 from relit_platform.run_config import CheckpointConfig
 from relit_storage.errors import RelitError
@@ -104,7 +103,7 @@ def check_cluster(address: str | None) -> list[Finding]:
         return [Finding("ok", "cluster", "none named; a local one starts at the first submit")]
     url = named or (info.dashboard_url if info else "")
     began = time.time()
-    with urlopen(Request(f"{url}/api/version"), timeout=5.0) as answer:
+    with open_url(f"{url}/api/version", timeout_s=5.0) as answer:
         date = answer.headers.get("Date")
     findings = [Finding("ok", "cluster", f"{url} answers in {time.time() - began:.3f} s")]
     if date:

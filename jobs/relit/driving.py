@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 
 from relit.errors import RunAliveError
 from relit.reading import RunReader
-from relit.run_state import OVER
+from relit.run_state import OVER, TOOL
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.errors import FencedError, StoreError
 from relit_storage.run.lease import Lease
 
-TOOL = "relit ckpt"  # what the holder of a tool's lease begins with
 LEASE_S = 20.0  # a supervisor outwaits a tool that was killed
 THREAD = "relit-lease"
 OnBytes = Callable[[int], None]

@@ -60,9 +60,9 @@ class JobHandle:
 
     def events(self, since: int = 0, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Events above sequence number `since`; with follow, also those to come."""
-        follower = self._reader.follower()
+        follower, is_over = self._reader.follower(), self._ending()
         while True:
-            over = not follow or self._is_over()  # before reading: nothing may slip between
+            over = not follow or is_over()  # before reading: nothing may slip between
             yield from (event for event in follower.poll() if event["seq"] > since)
             if over:
                 return
@@ -84,8 +84,9 @@ class JobHandle:
         Values of this process's secret-like variables are masked.
         """
         seen: set[str] = set()
+        is_over = self._ending()
         while True:
-            over = not follow or self._is_over()
+            over = not follow or is_over()
             chosen = worker or (None if rank is None else self._reader.worker_of_rank(rank))
             if rank is None or chosen is not None:
                 for key in self._reader.log_segments(chosen):
@@ -163,8 +164,18 @@ class JobHandle:
         """
         return self._client.resume(self, spec=spec, overrides=overrides, allow=allow)
 
-    def _is_over(self) -> bool:
-        return self.status()["state"] in OVER
+    def _ending(self) -> Callable[[], bool]:
+        """Says whether the run is over. One that was alive and is lost may come back."""
+        alive_s = float("-inf")
+
+        def over() -> bool:
+            nonlocal alive_s
+            state, now_s = self.status()["state"], time.monotonic()
+            if state not in OVER:
+                alive_s = now_s
+            return state in OVER and (state != LOST or now_s - alive_s > _LOST_GRACE_S)
+
+        return over
 
     def _raise_if_job_failed(self) -> None:
         """A job that ended while no supervisor ever lived explains itself only in Ray."""

@@ -36,6 +36,7 @@ from relit.cluster import (
     read_record,
     record_path,
     touched_s,
+    without_proxy_for_loopback,
     write_record,
 )
 
@@ -185,6 +186,8 @@ def start_command(gcs: int, dashboard: int, client: int, temp_dir: str) -> list[
 def ray_environment(info: ClusterInfo, inherited: dict[str, str]) -> dict[str, str]:
     """The variables of every process of the cluster."""
     own_python = str(Path(sys.executable).parent)
+    inherited = dict(inherited)
+    without_proxy_for_loopback(inherited)
     return {
         **inherited,
         "PATH": f"{own_python}{os.pathsep}{inherited.get('PATH', os.defpath)}",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relit.run_state import LOST, RunFiles, derive_state
+from relit.run_state import LOST, TOOL, RunFiles, derive_state
 from relit_platform.run_config import RunConfig
 from relit_storage.checkpoint.commit_log import CommitLog
 from relit_storage.errors import ObjectMissingError
@@ -100,11 +100,13 @@ class RunReader:
             until_s = 0.0 if lease.released else lease.expires_at_s
         attempt = _well_typed(self.json(attempts[-1]) or {}) if attempts else None
         epoch = lease.epoch if lease else 0
+        by_tool = lease is not None and lease.holder.startswith(TOOL)
         return RunFiles(
             status=status,
             attempt=attempt,
             lease_until_s=until_s,
             epoch=epoch,
+            tool=lease.holder if lease is not None and by_tool else "",
             submitted=bool(attempts) or self.exists(),
         )
 

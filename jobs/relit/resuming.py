@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 from relit import drift, run_writer
 from relit.commands import send_command
-from relit.driving import TOOL
 from relit.errors import BadInputError, RunFinishedError
 from relit.initial import FindInitial
 from relit.reading import RunReader
-from relit.run_state import LOST
+from relit.run_state import LOST, PENDING, TOOL
 from relit.spec import files
 from relit.spec.model import JobSpec
 from relit.spec.resolve import build_config, resolve
@@ -42,19 +41,22 @@ def resume_run(
     allow: Sequence[str] = (),
     find_initial: FindInitial,
     connect: Callable[[], None],
+    starts: Callable[[str], bool],
 ) -> Continuation:
     """Check, write the configuration of the next attempt, and make the run live again.
 
     The "resume" command overtakes every earlier stop; the old result.json moves aside last, since
     from then on a supervisor may start. find_initial is asked if `init` is another one now. connect
-    finds the cluster, before anything is changed. Raises RunFinishedError, DriftError, SpecError,
-    LeaseHeldError while checkpoints of the run are being deleted, and what connect raises.
+    finds the cluster, before anything is changed. starts says whether a Ray job is there and not
+    over: a resume whose job never got to the cluster may be repeated. Raises RunFinishedError,
+    DriftError, SpecError, LeaseHeldError while checkpoints of the run are being deleted, and what
+    connect raises.
     """
     for name in allow:
         if name not in _DRIFT_NAMES:
             raise BadInputError(f"allow {name!r} is none of {', '.join(_DRIFT_NAMES)}.")
     status = reader.status()
-    if status["state"] not in _RESUMABLE:
+    if status["state"] not in _RESUMABLE and not _was_cut_off(reader, status["state"], starts):
         raise RunFinishedError(run=reader.run_id, state=status["state"], verb="resume")
     _check_no_tool_works(reader)
     old = reader.config()
@@ -73,6 +75,14 @@ def resume_run(
     if result is not None:
         run_writer.archive_result(reader.store, result, len(reader.attempts()))
     return Continuation(config, plan.changes)
+
+
+def _was_cut_off(reader: RunReader, state: str, starts: Callable[[str], bool]) -> bool:
+    """The newest attempt waits for a supervisor that nobody has been asked to start."""
+    attempts = reader.attempts()
+    if state != PENDING or len(attempts) < 2 or reader.is_driven():
+        return False  # the first one is completed by the same submit again
+    return not starts(str(attempts[-1]["submission_id"]))
 
 
 def _check_no_tool_works(reader: RunReader) -> None:

@@ -23,13 +23,15 @@ from relit_storage.run.lease import MARGIN_S
 PENDING, FINISHING, LOST, IMPORTED = "PENDING", "STOPPING", "LOST", "IMPORTED"
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 OVER = TERMINAL | {LOST, IMPORTED}  # nobody drives it
+TOOL = "relit ckpt"  # what the holder of a tool's lease begins with
 START_GRACE_S = 180.0  # from the submit of a job to the supervisor's lease: cluster start, queueing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """The small files that decide. lease_until_s is None without a lease, 0 once released; epoch
-    is the lease's. submitted: there is a specification.
+    is the lease's. submitted: there is a specification. tool: who holds the lease, if it is a tool
+    that works on the run's checkpoints and not a supervisor.
     """
 
     result: Mapping[str, Any] | None = None
@@ -38,13 +40,15 @@ class RunFiles:
     lease_until_s: float | None = None
     epoch: int = 0
     submitted: bool = True
+    tool: str = ""
 
 
 def derive_state(files: RunFiles, run_id: str, now: float) -> tuple[str, str]:
     """(state, reason) at wall time `now` in Unix seconds."""
     if files.result is not None:
         return str(files.result.get("state", "FAILED")), str(files.result.get("reason") or "")
-    if files.lease_until_s is not None and files.lease_until_s + MARGIN_S > now:
+    in_force = files.lease_until_s is not None and files.lease_until_s + MARGIN_S > now
+    if in_force and not (files.tool and files.submitted):
         return _live_state(files)
     if not files.submitted:
         return IMPORTED, "holds checkpoints that were imported; runs begin with them by `init`"
@@ -70,6 +74,8 @@ def _lost_reason(files: RunFiles, run_id: str, now: float) -> str:
     step = (files.status or {}).get("step")
     if step:
         go_on += f"; its newest known step is {step}"
+    if files.tool and (files.lease_until_s or 0.0) + MARGIN_S > now:
+        return f"nobody drives it, and {files.tool} works on its checkpoints; then {go_on}"
     if files.lease_until_s is None:
         return f"its supervisor never started; {go_on}"
     if files.lease_until_s == 0.0:

@@ -41,7 +41,8 @@ class FakeJobs:
         return True
 
     def status(self, submission_id: str) -> tuple[str, str] | None:
-        return self.statuses.get(submission_id)
+        known = ("RUNNING", "") if submission_id in self.jobs else None
+        return self.statuses.get(submission_id, known)
 
     def where(self) -> str:
         return "http://fake:8265"

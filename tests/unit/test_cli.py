@@ -90,6 +90,21 @@ def test_a_run_s_life_with_its_exit_codes(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 100), ("STOPPED", 103)])
+@pytest.mark.parametrize("wait", [(), ("--wait",)])
+def test_a_submit_of_a_run_that_is_over_says_so(
+    shell: Shell, state: str, code: int, wait: tuple[str, ...]
+) -> None:
+    run = shell.submit("--run-id", "r1")
+    shell.driver(run).result(time.time(), state=state, step=6)
+    again = ("submit", str(shell.spec), "--run-id", "r1", *wait)
+    found, out, _ = shell.run(*again)
+    assert found == code and f"r1 {state}" in out and "submitted" not in out
+    assert ("relit resume r1" in out) == (state != "SUCCEEDED")
+    found, out, _ = shell.run(*again, "--json")
+    assert found == code and json.loads(out)["state"] == state
+
+
+@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 100), ("STOPPED", 103)])
 def test_result_exits_as_the_run_did(shell: Shell, state: str, code: int) -> None:
     run = shell.submit()
     shell.driver(run).result(time.time(), state=state, value={"a": 1})

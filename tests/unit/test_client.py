@@ -283,6 +283,46 @@ def test_a_resume_without_a_cluster_changes_nothing(
     assert list(jobs.jobs) == ["mine-a1", "mine-a2"]
 
 
+def test_a_resume_that_did_not_get_to_the_cluster_may_be_repeated(
+    client: Client, jobs: FakeJobs, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = stopped_run(client, code)
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "connect", lambda: None)
+        jobs.down = True
+
+        def refuse(*job: Any) -> bool:
+            raise ClusterUnreachableError(address="http://nowhere:1", cause="401")
+
+        patch.setattr(jobs, "submit", refuse)
+        with pytest.raises(ClusterUnreachableError):
+            job.resume()
+    jobs.down = False
+    assert job.status()["state"] == "PENDING"
+    job.resume()
+    assert list(jobs.jobs) == ["mine-a1", "mine-a3"]
+    with pytest.raises(RunFinishedError, match="PENDING"):  # that one starts
+        job.resume()
+    jobs.statuses["mine-a3"] = ("FAILED", "")  # before its supervisor lived
+    job.resume()
+    assert list(jobs.jobs) == ["mine-a1", "mine-a3", "mine-a4"]
+
+
+def test_a_tool_that_works_on_a_lost_run_is_named(client: Client, code: Path) -> None:
+    job = submit(client, code, run_id="mine")
+    long_ago = time.time() - 1000
+    Driver(job.reader.store, job.id, long_ago).status(state="RUNNING", step=40)
+    attempt = {**job.reader.attempts()[0], "at_s": long_ago}
+    job.reader.store.put(layout.attempt_key(1), json.dumps(attempt).encode())
+    held = Lease.take(job.reader.store, job.id, "relit ckpt gc on host, pid 1", time.time(), 20.0)
+    status = job.status()
+    assert status["state"] == "LOST" and "relit ckpt gc on host" in status["reason"]
+    with pytest.raises(LeaseHeldError, match="relit ckpt gc"):
+        job.resume()
+    held.release(time.time())
+    job.resume()
+
+
 def test_a_resume_while_checkpoints_are_deleted_is_refused(
     client: Client, jobs: FakeJobs, code: Path
 ) -> None:

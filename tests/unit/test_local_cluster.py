@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,46 @@ def test_a_cluster_is_ended_only_if_nobody_needs_it(
 
 def test_who_cannot_be_asked_counts_as_busy() -> None:
     assert cluster.in_use("http://127.0.0.1:1")
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Answers as Ray's does when it is asked for its version."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *words: object) -> None:
+        """Nothing on the terminal."""
+
+
+def test_no_proxy_is_asked_for_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            assert cluster.answers(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+    assert not cluster.answers("http://cluster.example:8265")  # by the proxy
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "127.0.0.1,localhost,::1"),
+        ("corp.example, localhost", "corp.example,localhost,127.0.0.1,::1"),
+        ("*", "*"),
+    ],
+)
+def test_rays_clients_ask_none_either(before: str | None, after: str) -> None:
+    environ = {} if before is None else {"NO_PROXY": before, "no_proxy": before}
+    cluster.without_proxy_for_loopback(environ)
+    assert environ == {"NO_PROXY": after, "no_proxy": after}
 
 
 def test_auth_mode_is_always_set(monkeypatch: pytest.MonkeyPatch) -> None:

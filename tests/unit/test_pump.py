@@ -17,9 +17,10 @@ from relit_platform.control import pump as module
 from relit_platform.control.outbox import Outbox
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Drained, Fact
+from relit_storage.errors import FencedError
 from relit_storage.run import event_log, layout, segments
 from relit_storage.run.event_log import read_events, read_rows
-from relit_storage.run.lease import Lease
+from relit_storage.run.lease import Lease, read_lease
 from relit_storage.stores.memory import MemoryStore
 
 TTL_S = 30.0
@@ -65,7 +66,8 @@ def make_pump(store: MemoryStore, manager: Manager, monkeypatch: pytest.MonkeyPa
 
 def run_until_fenced(pump: Pump) -> None:
     fenced = threading.Event()
-    pump.start(fenced.set)
+    pump.keep_lease(fenced.set)
+    pump.start()
     assert fenced.wait(10.0)
 
 
@@ -83,6 +85,89 @@ def test_what_a_newer_epoch_tells_is_not_taken(
 def test_a_lost_lease_ends_the_rounds(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pump = make_pump(store, Manager(), monkeypatch)
     Lease.take(store, "r", "two", time.time() + 2 * TTL_S, TTL_S)
+    run_until_fenced(pump)
+    assert pump.fenced == 2
+
+
+def test_the_next_epoch_is_no_rival_of_the_one_before(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is renewed all the time; between taking the new one and knowing of it, too."""
+    manager = Manager()
+    pump = make_pump(store, manager, monkeypatch)
+    object.__setattr__(pump._config.recovery, "lease_s", 0.004)
+    pump.keep_lease(lambda: None)
+    pump.start()
+
+    def take() -> Lease:
+        lease = Lease.take(store, "r", "one", time.time(), TTL_S)
+        time.sleep(0.1)  # many renewals would be due
+        return lease
+
+    for epoch in (2, 3):
+        manager.epoch = epoch
+        assert pump.next_epoch(take).epoch == epoch
+        before_s = read_renewed_s(store)
+        wait_until(lambda since_s=before_s: read_renewed_s(store) > since_s)  # type: ignore[misc]
+    assert pump.fenced == 0
+    pump.close("SUCCEEDED", "", {})
+
+
+def read_renewed_s(store: MemoryStore) -> float:
+    lease = read_lease(store)
+    assert lease is not None
+    return lease.renewed_at_s
+
+
+def test_the_lease_is_renewed_while_a_round_waits_for_the_manager(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Manager):
+        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            waits.set()
+            assert goes_on.wait(10.0)
+            return super().call(method, *args, **kwargs)
+
+    pump = make_pump(store, Slow(), monkeypatch)
+    object.__setattr__(pump._config.recovery, "lease_s", 0.004)
+    pump.keep_lease(lambda: None)
+    pump.start()
+    assert waits.wait(10.0)
+    before_s = read_renewed_s(store)
+    wait_until(lambda: read_renewed_s(store) > before_s)
+    goes_on.set()
+    pump.close("SUCCEEDED", "", {})
+
+
+@pytest.mark.parametrize("surprise", [ValueError("no actor"), KeyError("status"), OSError("disk")])
+def test_no_surprise_ends_the_rounds(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, surprise: Exception
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.001)
+    raised = [surprise, surprise]
+
+    class Odd(Manager):
+        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            if raised:
+                raise raised.pop()
+            return super().call(method, *args, **kwargs)
+
+    pump = make_pump(store, Odd(), monkeypatch)
+    pump.start()
+    wait_until(lambda: bool(store.size(layout.STATUS)))
+    pump.close("SUCCEEDED", "", {})
+
+
+def test_fenced_by_another_writer_of_its_own_epoch(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rival(Manager):
+        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            raise FencedError(what="epoch", ours=1, newest="another writer of this epoch")
+
+    pump = make_pump(store, Rival(), monkeypatch)
     run_until_fenced(pump)
     assert pump.fenced == 2
 
@@ -119,7 +204,7 @@ def test_a_clock_that_is_set_back_does_not_stop_the_rounds(
 ) -> None:
     pump = make_pump(store, Manager(), monkeypatch)
     monkeypatch.setattr(module, "STATUS_EVERY_S", 0.01)
-    pump.start(lambda: None)
+    pump.start()
 
     def updated_at_s() -> float:
         found = json.loads(store.get(layout.STATUS)) if store.size(layout.STATUS) else {}

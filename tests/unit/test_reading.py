@@ -33,6 +33,8 @@ STATES: list[tuple[str, RunFiles, str]] = [
     ("old status", RunFiles(status=ENDED, epoch=2, lease_until_s=LIVE), "PENDING"),
     ("result is due", RunFiles(status=ENDED, epoch=1, lease_until_s=LIVE), "STOPPING"),
     ("within the margin", RunFiles(status={"state": "RUNNING"}, lease_until_s=NOW - 1), "RUNNING"),
+    ("a tool's lease", RunFiles(status={"state": "RUNNING"}, lease_until_s=LIVE, tool="t"), "LOST"),
+    ("import", RunFiles(submitted=False, lease_until_s=LIVE, tool="t"), "PENDING"),
     ("just submitted", RunFiles(attempt=JUST), "PENDING"),
     ("nothing submitted", RunFiles(submitted=False), "IMPORTED"),
     ("being imported", RunFiles(submitted=False, lease_until_s=LIVE), "PENDING"),

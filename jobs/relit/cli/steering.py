@@ -40,16 +40,29 @@ def submit(
     store: str | None,
     out: Output,
 ) -> None:
-    """Start the job that SPEC (a YAML file) describes, with overrides such as config.lr=0.001."""
+    """Start the job that SPEC (a YAML file) describes, with overrides such as config.lr=0.001.
+
+    A run of this id and specification that is there already is not started again: if it is over,
+    the exit code is the run's.
+    """
+    from relit.errors import run_exit_code
+    from relit.run_state import OVER
     from relit.spec import files
+    from relit.wording import state_line
 
     chosen = (*overrides, f"run_id={run_id}") if run_id else overrides
     job = make_client(store, address).submit(files.load(spec, chosen))
-    out.say(f"submitted {job.id}")
+    status = job.status()
+    over = status["state"] in OVER
+    out.say(f"{job.id} is there already" if over else f"submitted {job.id}")
     out.say(f"  directory   {job.path}")
-    if not wait:
-        out.data({"run_id": job.id, "path": job.path})
-        return
+    if over:
+        out.say(state_line(status))
+    if over and status["state"] != "SUCCEEDED":
+        out.say(f"`relit resume {job.id}` continues it")
+    if not wait or over:
+        out.data({"run_id": job.id, "path": job.path, "state": status["state"]})
+        sys.exit(run_exit_code(status) if over else 0)
     _wait(job, timeout, out)
 
 

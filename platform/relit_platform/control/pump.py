@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -37,6 +38,7 @@ TICK_S = 0.2
 STATUS_EVERY_S = 0.5
 COMMANDS_EVERY_S = 1.0
 DRAIN_TIMEOUT_S = 10.0
+PAUSE_S = 5.0  # after a round that failed by surprise: its trace goes to the log each time
 MAX_LAST_BATCHES = 256  # many more than the manager keeps, in batches as small as buffers are
 
 
@@ -58,6 +60,7 @@ class Pump:
         self._redactor = Redactor.from_environment(config.secret_names)
         self._telemetry = Telemetry(config.run_id)
         self._lock = threading.RLock()
+        self._lease_lock = threading.Lock()  # a Lease is for one thread at a time
         self._halt = threading.Event()
         self._after = 0
         self._written = 0  # as _after, of what is in the run directory
@@ -66,19 +69,31 @@ class Pump:
         self._state = "PENDING"
         self._reason = ""
         self._status: dict[str, Any] = {}
-        self._next_s = {"status": 0.0, "commands": 0.0, "lease": 0.0}
+        self._next_s = {"status": 0.0, "commands": 0.0}
         self._stopping = ""
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._lost: FencedError | None = None
         self._on_fenced: Callable[[], None] = lambda: None
         self.fenced = 0  # the epoch that has taken over, if one has
 
     # ---- the supervisor's side ----
 
-    def start(self, on_fenced: Callable[[], None]) -> None:
-        """Begin the rounds; on_fenced is called by their thread, as the last thing it does."""
+    def keep_lease(self, on_fenced: Callable[[], None]) -> None:
+        """Renew the lease from now on, by a thread of its own: rounds, and what the supervisor does
+        before them, may wait for a manager or an agent longer than a lease lasts. on_fenced is
+        called by the rounds' thread, as the last thing it does.
+        """
         self._on_fenced = on_fenced
-        self._thread = threading.Thread(target=self._loop, name="pump", daemon=True)
-        self._thread.start()
+        self._begin(self._keep)
+
+    def start(self) -> None:
+        """Begin the rounds."""
+        self._begin(self._loop)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=f"pump{work.__name__}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     @property
     def taken_over(self) -> bool:
@@ -112,21 +127,29 @@ class Pump:
         """Hand a stop on to the manager; repeated by each round until it is acknowledged."""
         self._stopping = self._stopping or reason or "stop asked for"
 
-    def new_epoch(self, lease: Lease) -> None:
-        """A new life of the workers under a new lease; segments carry its number from now on."""
+    def next_epoch(self, take: Callable[[], Lease]) -> Lease:
+        """A new life of the workers under a new lease; segments carry its number from now on.
+
+        Nobody looks at the old one meanwhile: the new one is no rival of it.
+        """
         with self._lock:
-            self._flush(time.monotonic(), force=True)
-            self._lease = lease
-            metric = self._config.checkpoint.metric
-            self._history = History.read(self._store, read_events(self._store), metric)
+            self._until_written(lambda: self._flush(time.monotonic(), force=True))
+            with self._lease_lock:
+                self._lease = lease = take()
+            self._until_written(self._read_history)
             self._events = self._writer(lease.epoch)
             self._rows = RowWriter(self._store, lease.epoch)
+            return lease
+
+    def _read_history(self) -> None:
+        metric = self._config.checkpoint.metric
+        self._history = History.read(self._store, read_events(self._store), metric)
 
     def close(self, state: str, reason: str, result: Mapping[str, Any]) -> None:
         """Drain to the end, write the last events and status, then result.json, last of all."""
         self._halt.set()
-        if self._thread is not None:
-            self._thread.join(DRAIN_TIMEOUT_S * 2)
+        for thread in self._threads:
+            thread.join(DRAIN_TIMEOUT_S * 2)
         with self._lock:
             self._drain_to_the_end()
             for record in self._incidents.finish(time.time()):
@@ -147,13 +170,31 @@ class Pump:
                 with self._lock:
                     self.tick(time.time(), time.monotonic())
             except FencedError as fenced:
-                self.fenced = int(fenced.newest)
+                newest = fenced.newest
+                self.fenced = newest if isinstance(newest, int) else self._lease.epoch + 1
                 self._on_fenced()
                 return
             except StoreError as error:
                 print(f"relit: the store is away, trying again: {error}", flush=True)
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no such actor
                 print(f"relit: the manager is away, trying again: {error}", flush=True)
+            except Exception:  # a run that nobody records any more is worse than a round that fails
+                traceback.print_exc()
+                self._halt.wait(PAUSE_S)
+
+    def _keep(self) -> None:
+        """Renew, as often as a lease bears three failures."""
+        while True:
+            try:
+                with self._lease_lock:
+                    self._lease.renew(time.time())
+            except FencedError as fenced:
+                self._lost = fenced
+                return
+            except Exception as error:  # a store that is away may be back before the lease is out
+                print(f"relit: the lease was not renewed, trying again: {error}", flush=True)
+            if self._halt.wait(self._config.recovery.lease_s / 4):
+                return
 
     def tick(self, now: float, steady_s: float) -> None:
         """One round; raises StoreError or RayError for the caller to log, FencedError to obey.
@@ -161,12 +202,12 @@ class Pump:
         steady_s: what is due goes by a clock that nobody sets; `now`, set back by an hour, would
         stop commands, status and renewals for an hour.
         """
+        if self._lost is not None:
+            raise self._lost
         self._drain()
         if self._stopping:
             self._manager.link.send("request_stop", self._stopping)
         self._flush(steady_s)
-        if self._due("lease", steady_s, self._config.recovery.lease_s / 4):
-            self._lease.renew(now)
         if self._due("status", steady_s, STATUS_EVERY_S):
             self._write_status(now)
         if self._due("commands", steady_s, COMMANDS_EVERY_S):

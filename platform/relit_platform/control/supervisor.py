@@ -11,6 +11,7 @@ the store, the manager and the agents alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -26,7 +27,7 @@ from relit_platform.control.home import home
 from relit_platform.control.manager import get_or_create_manager
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Fact
-from relit_platform.machines.restart import RestartState, advance
+from relit_platform.machines.restart import RestartState, advance, ending, tries_again
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import NAMESPACE, ManagerClient
 from relit_storage.errors import (
@@ -41,8 +42,7 @@ from relit_storage.run.lease import Lease, read_lease
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.prefixed import PrefixedStore
 
-RUNNING = "RUNNING"
-SUCCEEDED, FAILED, STOPPED = "SUCCEEDED", "FAILED", "STOPPED"
+RUNNING, SUCCEEDED, FAILED = "RUNNING", "SUCCEEDED", "FAILED"
 FINISH_WAIT_S = 120.0
 RESCUE_TIMEOUT_S = 60.0  # of its question to every agent, 5 s for one that does not answer
 ADAPTER = "relit_platform.ray_train.adapter"
@@ -92,6 +92,10 @@ class RunSupervisor:
             config = RunConfig.from_json(json.loads(self._store.get(layout.RESOLVED)))
             if self._store.size(layout.RESULT) is None:
                 self._supervise(config)
+            else:  # the supervisor before this one died between its result and its clean-up
+                self._started.set()
+                outcome = json.loads(self._store.get(layout.RESULT))
+                close_run(config, keep_disk=outcome.get("state") != SUCCEEDED)
         except LeaseHeldError as held:
             self._refused = str(held)
         except Exception:
@@ -109,11 +113,12 @@ class RunSupervisor:
         get_or_create_manager(config)
         manager = ManagerClient(config.run_id)
         self._pump = Pump(store=self._store, config=config, manager=manager, lease=self._lease)
+        self._pump.keep_lease(lambda: self._give_way(config))
         manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
         about = {"epoch": self._lease.epoch, "pid": os.getpid(), "after": self._pump.taken_over}
         self._pump.fact(self._fact("run.epoch", about))
         self._pump.set_state(RUNNING)
-        self._pump.start(lambda: self._give_way(config))
+        self._pump.start()
         self._started.set()
         state, reason = self._until_done(config, manager)
         self._finish(config, manager, state, reason)
@@ -149,12 +154,9 @@ class RunSupervisor:
             status = manager.link.call("status")
             if self._pump.fenced:
                 raise FencedError(what="epoch", ours=self._lease.epoch, newest=self._pump.fenced)
-            if status.get("verdict"):
-                return FAILED, str(status["verdict"])
-            if error is None and status.get("stopped"):
-                return STOPPED, str(status.get("stop_reason") or "stop asked for")
-            if error is None and status.get("finished"):
-                return SUCCEEDED, ""
+            over = ending(status, failed=error is not None)
+            if over is not None:
+                return over
             step = int(status.get("step") or 0)
             restarts, decision = advance(restarts, step, config.recovery)
             if not decision.go_on:
@@ -171,8 +173,7 @@ class RunSupervisor:
                 )
             )
             time.sleep(decision.backoff_s)
-            self._lease = self._take(config)
-            self._pump.new_epoch(self._lease)
+            self._lease = self._pump.next_epoch(lambda: self._take(config))
             manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
 
     def _fact(self, kind: str, data: dict[str, Any]) -> Fact:
@@ -230,7 +231,8 @@ class RunSupervisor:
             "finished_at_s": time.time(),
         }
         self._pump.close(state, reason, result)
-        self._lease.release(time.time())
+        with contextlib.suppress(StoreError):  # it runs out by itself
+            self._lease.release(time.time())
         close_run(config, keep_disk=state != SUCCEEDED)
 
     def _rescue(self, manager: ManagerClient) -> None:
@@ -286,11 +288,7 @@ class _Verdict:
             status = ray.get(manager.status.remote(), timeout=5.0)
         except (ray.exceptions.RayError, ValueError):
             return True, "the manager does not answer; replacing the worker does no harm"
-        if status.get("verdict"):
-            return False, str(status["verdict"])
-        if int(status.get("epoch") or 0) > self._epoch:
-            return False, f"another supervisor runs the workers now, in epoch {status['epoch']}"
-        return True, f"at step {status.get('step')}: {error_text[:200]}"
+        return tries_again(status, self._epoch, error_text)
 
 
 def get_or_create_supervisor(store_url: str, run_key: str) -> Any:

@@ -1,5 +1,9 @@
-"""Whether the supervisor starts Ray Train again after a `fit()` ended early. Pure.
+"""What the end of a `fit()` means, and whether the supervisor starts Ray Train again. Pure.
 
+the manager has given a verdict      the run has FAILED
+it was stopped, and all are through  STOPPED, also where no rank ever started
+every rank returned, and fit() too   SUCCEEDED
+else it ended early:
 progress since the last restart      go on, back-off at its beginning
 none, fewer than `no_progress` times go on, back-off doubled
 none, `no_progress` times in a row   give up: no_progress
@@ -7,7 +11,9 @@ none, `no_progress` times in a row   give up: no_progress
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from relit_platform.run_config import RecoveryConfig
 
@@ -27,6 +33,31 @@ class RestartDecision:
     go_on: bool
     backoff_s: float
     reason: str
+
+
+def ending(status: Mapping[str, Any], *, failed: bool) -> tuple[str, str] | None:
+    """(state, reason) of a run whose `fit()` is over, by the manager's status; None: it goes on.
+
+    failed: fit() has raised, as it does for a run that was stopped while it waited for resources.
+    """
+    if status.get("verdict"):
+        return "FAILED", str(status["verdict"])
+    if status.get("stopped"):
+        return "STOPPED", str(status.get("stop_reason") or "stop asked for")
+    if status.get("finished") and not failed:
+        return "SUCCEEDED", ""
+    return None
+
+
+def tries_again(status: Mapping[str, Any], epoch: int, error_text: str) -> tuple[bool, str]:
+    """(whether Ray Train replaces workers after this error, why), for its controller of `epoch`."""
+    if status.get("verdict"):
+        return False, str(status["verdict"])
+    if status.get("stopped"):
+        return False, "the run was stopped"
+    if int(status.get("epoch") or 0) > epoch:
+        return False, f"another supervisor runs the workers now, in epoch {status['epoch']}"
+    return True, f"at step {status.get('step')}: {error_text[:200]}"
 
 
 def advance(
