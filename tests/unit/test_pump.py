@@ -160,6 +160,27 @@ def test_no_surprise_ends_the_rounds(
     pump.close("SUCCEEDED", "", {})
 
 
+def test_a_run_without_workers_says_why(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = {"phase": "forming"}
+
+    class Phased(Manager):
+        def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            told = super().call(method, *args, **kwargs)
+            told.status.update(phase)
+            return told
+
+    pump = make_pump(store, Phased(), monkeypatch)
+    pump.set_state("RUNNING")
+    told = [("forming", "2 workers have no place"), ("running", ""), ("recovering", "")]
+    for number, (name, reason) in enumerate(told):
+        phase["phase"] = name
+        pump._why_waiting = lambda said=reason: said  # type: ignore[misc]
+        pump.tick(time.time(), time.monotonic() + 10.0 * number)
+        assert json.loads(store.get(layout.STATUS))["reason"] == reason
+
+
 def test_fenced_by_another_writer_of_its_own_epoch(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,20 +38,32 @@ TICK_S = 0.2
 STATUS_EVERY_S = 0.5
 COMMANDS_EVERY_S = 1.0
 DRAIN_TIMEOUT_S = 10.0
+WAITING_EVERY_S = 5.0
 PAUSE_S = 5.0  # after a round that failed by surprise: its trace goes to the log each time
 MAX_LAST_BATCHES = 256  # many more than the manager keeps, in batches as small as buffers are
 
 
 class Pump:
-    """See the module's text. `tick` does one round; `start` runs rounds in a daemon thread."""
+    """See the module's text. `tick` does one round; `start` runs rounds in a daemon thread.
+
+    why_waiting is asked now and then while the run has no workers, and may raise RayError.
+    """
 
     def __init__(
-        self, *, store: ObjectStore, config: RunConfig, manager: ManagerClient, lease: Lease
+        self,
+        *,
+        store: ObjectStore,
+        config: RunConfig,
+        manager: ManagerClient,
+        lease: Lease,
+        why_waiting: Callable[[], str] = str,
     ) -> None:
         self._store = store
         self._config = config
         self._manager = manager
         self._lease = lease
+        self._why_waiting = why_waiting
+        self._waiting = ""
         events = read_events(store)
         self._history = History.read(store, events, config.checkpoint.metric)
         self._events = self._writer(lease.epoch)
@@ -69,7 +81,7 @@ class Pump:
         self._state = "PENDING"
         self._reason = ""
         self._status: dict[str, Any] = {}
-        self._next_s = {"status": 0.0, "commands": 0.0}
+        self._next_s = {"status": 0.0, "commands": 0.0, "waiting": 0.0}
         self._stopping = ""
         self._threads: list[threading.Thread] = []
         self._lost: FencedError | None = None
@@ -209,6 +221,7 @@ class Pump:
             self._manager.link.send("request_stop", self._stopping)
         self._flush(steady_s)
         if self._due("status", steady_s, STATUS_EVERY_S):
+            self._look_why_waiting(steady_s)
             self._write_status(now)
         if self._due("commands", steady_s, COMMANDS_EVERY_S):
             self._read_commands(now)
@@ -331,6 +344,13 @@ class Pump:
             self._appended.clear()
         self._incidents.flush()
 
+    def _look_why_waiting(self, steady_s: float) -> None:
+        """Only of a run that has no generation now: ranks say by themselves how they are."""
+        if self._state != RUNNING or self._status.get("phase") in ("running", "done"):
+            self._waiting = ""
+        elif self._due("waiting", steady_s, WAITING_EVERY_S):
+            self._waiting = self._why_waiting()
+
     def _write_status(self, now: float) -> None:
         """status.json: what a reader without the cluster knows of the live run."""
         state = self._state
@@ -341,7 +361,7 @@ class Pump:
         body = {
             **self._status,
             "state": state,
-            "reason": self._reason,
+            "reason": self._reason or self._waiting,
             "run_id": self._config.run_id,
             "name": self._config.name,
             "owner": self._config.owner,

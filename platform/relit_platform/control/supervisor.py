@@ -28,6 +28,7 @@ from relit_platform.control.manager import get_or_create_manager
 from relit_platform.control.pump import Pump
 from relit_platform.facts import Fact
 from relit_platform.machines.restart import RestartState, advance, ending, tries_again
+from relit_platform.machines.shortage import shortage
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import NAMESPACE, ManagerClient
 from relit_storage.errors import (
@@ -112,7 +113,13 @@ class RunSupervisor:
         self._lease = self._take(config)
         get_or_create_manager(config)
         manager = ManagerClient(config.run_id)
-        self._pump = Pump(store=self._store, config=config, manager=manager, lease=self._lease)
+        self._pump = Pump(
+            store=self._store,
+            config=config,
+            manager=manager,
+            lease=self._lease,
+            why_waiting=lambda: _why_waiting(config),
+        )
         self._pump.keep_lease(lambda: self._give_way(config))
         manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
         about = {"epoch": self._lease.epoch, "pid": os.getpid(), "after": self._pump.taken_over}
@@ -271,6 +278,15 @@ class RunSupervisor:
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
         except (RelitError, ray.exceptions.RayError):
             os._exit(0)
+
+
+def _why_waiting(config: RunConfig) -> str:
+    """Asked by the pump while the run has no workers."""
+    from relit_platform.ray_train.placement import waits_for_place
+
+    if not waits_for_place(config.run_id):
+        return ""
+    return shortage(config.scaling, ray.cluster_resources(), ray.available_resources())
 
 
 class _Verdict:

@@ -51,6 +51,15 @@ def prefix_of(run_id: str) -> str:
     return f"relit/{run_id}/"
 
 
+def waits_for_place(run_id: str) -> bool:
+    """True while a run's workers wait for resources: nothing of theirs is reserved yet. Asks Ray's
+    control service once.
+    """
+    prefix = prefix_of(run_id)
+    entries = placement_group_table().values()
+    return any(e["state"] == "PENDING" and str(e["name"]).startswith(prefix) for e in entries)
+
+
 def remove_groups(run_id: str) -> int:
     """Remove all placement groups of a run, and with them the workers inside; how many there were.
 
