@@ -226,10 +226,13 @@ def open_url(url: str, timeout_s: float) -> Any:
 
 def without_proxy_for_loopback(environ: MutableMapping[str, str]) -> None:
     """The same for Ray's own clients, which go by the environment."""
-    for name in ("no_proxy", "NO_PROXY"):
-        named = [host.strip() for host in environ.get(name, "").split(",") if host.strip()]
-        if "*" not in named:
-            environ[name] = ",".join([*named, *(h for h in _LOOPBACKS if h not in named)])
+    names = ("no_proxy", "NO_PROXY")  # some programs know only one of them
+    listed = ",".join(environ.get(name, "") for name in names).split(",")
+    named = dict.fromkeys(host.strip() for host in listed if host.strip())
+    hosts = ",".join(
+        named if "*" in named else [*named, *(h for h in _LOOPBACKS if h not in named)]
+    )
+    environ.update(dict.fromkeys(names, hosts))
 
 
 def _why_silent(url: str, timeout_s: float) -> str:

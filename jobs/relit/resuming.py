@@ -21,6 +21,7 @@ from relit_storage.run import layout
 from relit_storage.run.lease import read_lease
 
 _DRIFT_NAMES = ("config", "code", "data")
+_HAND_OVER_S = 15.0  # somebody who numbers an attempt may be about to hand it over
 _RESUMABLE = frozenset({"STOPPED", "FAILED", LOST})
 
 
@@ -82,7 +83,8 @@ def _was_cut_off(reader: RunReader, state: str, starts: Callable[[str], bool]) -
     attempts = reader.attempts()
     if state != PENDING or len(attempts) < 2 or reader.is_driven():
         return False  # the first one is completed by the same submit again
-    return not starts(str(attempts[-1]["submission_id"]))
+    age_s = time.time() - float(attempts[-1].get("at_s") or 0.0)
+    return age_s > _HAND_OVER_S and not starts(str(attempts[-1]["submission_id"]))
 
 
 def _check_no_tool_works(reader: RunReader) -> None:

@@ -104,6 +104,18 @@ def test_a_submit_of_a_run_that_is_over_says_so(
     assert found == code and json.loads(out)["state"] == state
 
 
+def test_a_submit_of_a_lost_run_goes_on_as_it_can(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may be about to bring its supervisor back: nothing ends here but with the waiting."""
+    run = shell.submit("--run-id", "r1")
+    monkeypatch.setattr("relit.run_state.START_GRACE_S", -1.0)
+    again = ("submit", str(shell.spec), "--run-id", run)
+    code, out, _ = shell.run(*again)
+    assert code == 0 and "submitted r1" in out and "relit resume r1" in out
+    assert shell.run(*again, "--wait", "--timeout", "0.1")[0] == 101
+
+
 @pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 100), ("STOPPED", 103)])
 def test_result_exits_as_the_run_did(shell: Shell, state: str, code: int) -> None:
     run = shell.submit()

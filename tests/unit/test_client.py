@@ -299,6 +299,9 @@ def test_a_resume_that_did_not_get_to_the_cluster_may_be_repeated(
             job.resume()
     jobs.down = False
     assert job.status()["state"] == "PENDING"
+    with pytest.raises(RunFinishedError, match="PENDING"):  # another may be at it
+        job.resume()
+    monkeypatch.setattr("relit.resuming._HAND_OVER_S", -1.0)
     job.resume()
     assert list(jobs.jobs) == ["mine-a1", "mine-a3"]
     with pytest.raises(RunFinishedError, match="PENDING"):  # that one starts

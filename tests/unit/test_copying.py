@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -39,6 +39,15 @@ SOURCES: dict[str, Callable[[], Tensor]] = {
     "of no element": lambda: torch.empty(0, 8),
     "needs grad": lambda: values().requires_grad_() * 2,
 }
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """As a rank of one CPU has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[1, 1 << 30], ids=["large", "small"])
@@ -82,6 +91,29 @@ def test_a_large_one_is_a_block_copy_and_a_small_one_is_not(
     sources = [torch.ones(25), torch.ones(24), torch.ones(5, 20).t()]
     copy_into([torch.zeros_like(source).contiguous() for source in sources], sources)
     assert blocks == [100]
+
+
+def test_with_many_threads_torch_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "LARGE_BYTES", 1)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    monkeypatch.setattr("ctypes.memmove", None)
+    target = torch.zeros(8)
+    copy_into([target], [torch.ones(8)])
+    assert torch.equal(target, torch.ones(8))
+
+
+@pytest.mark.parametrize("target", [torch.zeros(4), torch.zeros(8, dtype=torch.float64)])
+def test_no_block_is_copied_where_it_does_not_belong(
+    target: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "LARGE_BYTES", 1)
+    monkeypatch.setattr("ctypes.memmove", None)
+    if target.shape == (8,):
+        copy_into([target], [torch.ones(8)])
+        assert torch.equal(target, torch.ones(8, dtype=torch.float64))
+        return
+    with pytest.raises(RuntimeError):
+        copy_into([target], [torch.ones(8)])
 
 
 def test_different_numbers_of_targets_and_sources_are_an_error() -> None:

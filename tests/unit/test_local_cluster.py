@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -85,18 +86,25 @@ class Dashboard(BaseHTTPRequestHandler):
         """Nothing on the terminal."""
 
 
+def by_proxy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", url)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urlopen keeps what it found first
+
+
 def test_no_proxy_is_asked_for_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with HTTPServer(("127.0.0.1", 0), Dashboard) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
         try:
-            assert cluster.answers(f"http://127.0.0.1:{server.server_port}")
+            by_proxy(place, monkeypatch)
+            assert cluster.answers("http://cluster.example:8265")  # the proxy says so
+            by_proxy("http://127.0.0.1:9", monkeypatch)  # nobody is there
+            assert not cluster.answers("http://cluster.example:8265")
+            assert cluster.answers(place)
         finally:
             server.shutdown()
-    assert not cluster.answers("http://cluster.example:8265")  # by the proxy
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,7 @@ def test_no_proxy_is_asked_for_the_loopback(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_rays_clients_ask_none_either(before: str | None, after: str) -> None:
-    environ = {} if before is None else {"NO_PROXY": before, "no_proxy": before}
+    environ = {} if before is None else {"no_proxy": before}
     cluster.without_proxy_for_loopback(environ)
     assert environ == {"NO_PROXY": after, "no_proxy": after}
 

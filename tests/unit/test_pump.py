@@ -101,11 +101,11 @@ def test_the_next_epoch_is_no_rival_of_the_one_before(
 
     def take() -> Lease:
         lease = Lease.take(store, "r", "one", time.time(), TTL_S)
+        manager.epoch = lease.epoch  # no round asks it meanwhile
         time.sleep(0.1)  # many renewals would be due
         return lease
 
     for epoch in (2, 3):
-        manager.epoch = epoch
         assert pump.next_epoch(take).epoch == epoch
         before_s = read_renewed_s(store)
         wait_until(lambda since_s=before_s: read_renewed_s(store) > since_s)  # type: ignore[misc]
@@ -179,6 +179,46 @@ def test_a_run_without_workers_says_why(
         pump._why_waiting = lambda said=reason: said  # type: ignore[misc]
         pump.tick(time.time(), time.monotonic() + 10.0 * number)
         assert json.loads(store.get(layout.STATUS))["reason"] == reason
+
+
+def test_the_lease_is_renewed_until_the_result_is_there_and_no_rival_gets_ours(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump = make_pump(store, Manager(), monkeypatch)
+    object.__setattr__(pump._config.recovery, "lease_s", 0.004)
+    pump.keep_lease(lambda: None)
+    real, asked = store.put, [0]
+
+    def put(key: str, data: bytes) -> None:
+        if key == layout.STATUS and not asked[0]:
+            asked[0] += 1
+            before_s = read_renewed_s(store)
+            wait_until(lambda: read_renewed_s(store) > before_s)  # the last words take their time
+            Lease.take(store, "r", "two", time.time() + 2 * TTL_S, TTL_S)
+            wait_until(lambda: pump._lost is not None)
+        real(key, data)
+
+    monkeypatch.setattr(store, "put", put)
+    with pytest.raises(FencedError):
+        pump.close("SUCCEEDED", "", {})
+    assert asked == [1] and store.size(layout.RESULT) is None
+
+
+def test_a_fact_that_cannot_be_understood_is_passed_over(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump = make_pump(store, Full(items=3, at_once=10), monkeypatch)
+    real = pump._incidents.add
+
+    def add(fact: Fact) -> Any:
+        if fact.step == 2:
+            raise KeyError("rank")
+        return real(fact)
+
+    monkeypatch.setattr(pump._incidents, "add", add)
+    pump.close("SUCCEEDED", "", {})
+    assert [e["step"] for e in read_events(store) if e["kind"] == "told"] == [1, 2, 3]
+    assert store.size(layout.RESULT)
 
 
 def test_fenced_by_another_writer_of_its_own_epoch(

@@ -42,21 +42,21 @@ def submit(
 ) -> None:
     """Start the job that SPEC (a YAML file) describes, with overrides such as config.lr=0.001.
 
-    A run of this id and specification that is there already is not started again: if it is over,
+    A run of this id and specification that is there already is not started again: if it has ended,
     the exit code is the run's.
     """
     from relit.errors import run_exit_code
-    from relit.run_state import OVER
+    from relit.run_state import LOST, TERMINAL
     from relit.spec import files
     from relit.wording import state_line
 
     chosen = (*overrides, f"run_id={run_id}") if run_id else overrides
     job = make_client(store, address).submit(files.load(spec, chosen))
     status = job.status()
-    over = status["state"] in OVER
+    over = status["state"] in TERMINAL
     out.say(f"{job.id} is there already" if over else f"submitted {job.id}")
     out.say(f"  directory   {job.path}")
-    if over:
+    if over or status["state"] == LOST:
         out.say(state_line(status))
     if over and status["state"] != "SUCCEEDED":
         out.say(f"`relit resume {job.id}` continues it")

@@ -74,6 +74,7 @@ class Pump:
         self._lock = threading.RLock()
         self._lease_lock = threading.Lock()  # a Lease is for one thread at a time
         self._halt = threading.Event()
+        self._left = threading.Event()  # the lease is renewed until then: the last words take time
         self._after = 0
         self._written = 0  # as _after, of what is in the run directory
         self._appended: list[dict[str, Any]] = []  # rows that no segment has yet
@@ -83,7 +84,8 @@ class Pump:
         self._status: dict[str, Any] = {}
         self._next_s = {"status": 0.0, "commands": 0.0, "waiting": 0.0}
         self._stopping = ""
-        self._threads: list[threading.Thread] = []
+        self._rounds: threading.Thread | None = None
+        self._renewing: threading.Thread | None = None
         self._lost: FencedError | None = None
         self._on_fenced: Callable[[], None] = lambda: None
         self.fenced = 0  # the epoch that has taken over, if one has
@@ -96,16 +98,11 @@ class Pump:
         called by the rounds' thread, as the last thing it does.
         """
         self._on_fenced = on_fenced
-        self._begin(self._keep)
+        self._renewing = _begun(self._keep, "lease")
 
     def start(self) -> None:
         """Begin the rounds."""
-        self._begin(self._loop)
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=f"pump{work.__name__}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._rounds = _begun(self._loop, "pump")
 
     @property
     def taken_over(self) -> bool:
@@ -158,11 +155,23 @@ class Pump:
         self._history = History.read(self._store, read_events(self._store), metric)
 
     def close(self, state: str, reason: str, result: Mapping[str, Any]) -> None:
-        """Drain to the end, write the last events and status, then result.json, last of all."""
+        """Drain to the end, write the last events and status, then result.json, last of all.
+
+        FencedError if another supervisor has taken the run over meanwhile.
+        """
+        try:
+            self._close(state, reason, result)
+        finally:
+            self._left.set()
+            if self._renewing is not None:
+                self._renewing.join(DRAIN_TIMEOUT_S)
+
+    def _close(self, state: str, reason: str, result: Mapping[str, Any]) -> None:
         self._halt.set()
-        for thread in self._threads:
-            thread.join(DRAIN_TIMEOUT_S * 2)
+        if self._rounds is not None:
+            self._rounds.join(DRAIN_TIMEOUT_S * 2)
         with self._lock:
+            self._check_not_lost()
             self._drain_to_the_end()
             for record in self._incidents.finish(time.time()):
                 self._closed(record, 0, None)
@@ -172,7 +181,12 @@ class Pump:
             body = self._redactor.data(
                 {**result, "incidents": self._incidents.count, "status": self._status}
             )
+            self._check_not_lost()
             self._until_written(lambda: self._store.put(layout.RESULT, _json(body)))
+
+    def _check_not_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
 
     # ---- a round ----
 
@@ -184,12 +198,13 @@ class Pump:
             except FencedError as fenced:
                 newest = fenced.newest
                 self.fenced = newest if isinstance(newest, int) else self._lease.epoch + 1
+                self._left.set()
                 self._on_fenced()
                 return
             except StoreError as error:
                 print(f"relit: the store is away, trying again: {error}", flush=True)
             except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no such actor
-                print(f"relit: the manager is away, trying again: {error}", flush=True)
+                print(f"relit: the manager is away, trying again: {error!r:.500}", flush=True)
             except Exception:  # a run that nobody records any more is worse than a round that fails
                 traceback.print_exc()
                 self._halt.wait(PAUSE_S)
@@ -205,17 +220,16 @@ class Pump:
                 return
             except Exception as error:  # a store that is away may be back before the lease is out
                 print(f"relit: the lease was not renewed, trying again: {error}", flush=True)
-            if self._halt.wait(self._config.recovery.lease_s / 4):
+            if self._left.wait(self._config.recovery.lease_s / 4):
                 return
 
     def tick(self, now: float, steady_s: float) -> None:
         """One round; raises StoreError or RayError for the caller to log, FencedError to obey.
 
         steady_s: what is due goes by a clock that nobody sets; `now`, set back by an hour, would
-        stop commands, status and renewals for an hour.
+        stop commands and status for an hour.
         """
-        if self._lost is not None:
-            raise self._lost
+        self._check_not_lost()
         self._drain()
         if self._stopping:
             self._manager.link.send("request_stop", self._stopping)
@@ -252,7 +266,7 @@ class Pump:
         self._manager_changed(drained.status)
         for fact in drained.facts:
             if fact.number > self._history.told:  # else the supervisor before us wrote it
-                self._take(fact)
+                self._take_or_say(fact)
         if not self._append(drained.rows):
             return None  # the store is far behind; the manager keeps them, and tells them again
         if drained.overflow:
@@ -309,6 +323,14 @@ class Pump:
         if status.get("epoch") != self._lease.epoch:
             self._manager.link.call("start_epoch", self._lease.epoch, self._history.for_manager())
         self._manager_pid = pid
+
+    def _take_or_say(self, fact: Fact) -> None:
+        """One that cannot be understood must not keep all that come after it from being written."""
+        try:
+            self._take(fact)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            print(f"relit: a fact of kind {fact.kind} is passed over", flush=True)
+            traceback.print_exc()
 
     def _take(self, fact: Fact) -> None:
         fact = replace(fact, data=self._redactor.data(fact.data))
@@ -421,6 +443,12 @@ class Pump:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(1.0)
+
+
+def _begun(work: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _number(key: str) -> int:

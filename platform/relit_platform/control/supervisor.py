@@ -93,10 +93,9 @@ class RunSupervisor:
             config = RunConfig.from_json(json.loads(self._store.get(layout.RESOLVED)))
             if self._store.size(layout.RESULT) is None:
                 self._supervise(config)
-            else:  # the supervisor before this one died between its result and its clean-up
+            else:
                 self._started.set()
-                outcome = json.loads(self._store.get(layout.RESULT))
-                close_run(config, keep_disk=outcome.get("state") != SUCCEEDED)
+                self._clean_up_after(config)
         except LeaseHeldError as held:
             self._refused = str(held)
         except Exception:
@@ -106,6 +105,16 @@ class RunSupervisor:
         finally:
             self._started.set()
             self._leave()
+
+    def _clean_up_after(self, config: RunConfig) -> None:
+        """The supervisor before this one died between its result and its clean-up. While this one
+        lives, no other of the run begins on this cluster.
+        """
+        try:
+            outcome = json.loads(self._store.get(layout.RESULT))
+            close_run(config, keep_disk=outcome.get("state") != SUCCEEDED)
+        except Exception:  # no reason to refuse the run to whoever resumes it
+            traceback.print_exc()
 
     def _supervise(self, config: RunConfig) -> None:
         # Importing Ray Train takes over a second: done while the manager's process starts.
@@ -269,7 +278,8 @@ class RunSupervisor:
                 close_run(config, keep_disk=True)
         except StoreError as error:
             print(f"relit: cannot tell who has taken over: {error}", flush=True)
-        self._leave()
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         """End this actor for good: `max_restarts=-1` would otherwise bring it back."""

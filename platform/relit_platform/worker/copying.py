@@ -17,6 +17,8 @@ from torch import Tensor, nn
 # One call for each: after it the thread may have to wait for the interpreter's lock.
 LARGE_BYTES = 32 << 20
 
+THREADS_MAX = 2  # torch copies with as many; three and more outdo one that streams
+
 _PLAIN = (Tensor, nn.Parameter)  # of other classes nobody knows what lies at their address
 
 
@@ -27,9 +29,10 @@ def copy_into(
     with the sources. Blocks, but for non_blocking copies from a GPU into page-locked memory; gives
     the interpreter's lock away meanwhile.
     """
+    by_block = torch.get_num_threads() <= THREADS_MAX
     rest_targets, rest_sources = [], []
     for target, source in zip(targets, sources, strict=True):
-        if source.nbytes >= LARGE_BYTES and _is_plain(target) and _is_plain(source):
+        if source.nbytes >= LARGE_BYTES and by_block and _are_alike(target, source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             rest_targets.append(target)
@@ -37,6 +40,11 @@ def copy_into(
     if rest_sources:
         with torch.no_grad():
             torch._foreach_copy_(rest_targets, rest_sources, non_blocking=non_blocking)
+
+
+def _are_alike(target: Tensor, source: Tensor) -> bool:
+    same = target.dtype is source.dtype and target.shape == source.shape
+    return same and _is_plain(target) and _is_plain(source)
 
 
 def _is_plain(tensor: Tensor) -> bool:
