@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,13 +92,50 @@ def test_only_due_steps_go_to_the_object_tier_unless_final() -> None:
     [
         ([shard(5), failed(5, "disk")], "disk full"),
         ([*shards(5), PublishFailed(step=5, generation=1, reason="fenced")], "fenced"),
-        ([shard(5), shard(6), shard(7)], "superseded"),
+        ([shard(5), shard(6, rank=1)], "rank 1 has not saved it"),
     ],
 )
 def test_abandoned(events: list[CheckpointEvent], reason: str) -> None:
     game = Game().feed(*events)
     assert game.phase(5) == "abandoned" and reason in game.book.steps[5, 1].reason
     assert [(d.step, d.tier) for d in game.of(Discard)] == [(5, "disk")]
+
+
+def test_a_disk_that_is_slower_than_the_cadence_commits_some_steps() -> None:
+    """Rank 1's shards come three steps late; those of rank 0 at once."""
+    game, slow, committed = Game(), list(range(1, 40)), []
+    asked: list[int] = []
+    for step in slow:
+        game.feed(Persisting(step=step, generation=1, rank=0, world=2), shard(step))
+        if len(asked) < 3:  # one slot is being filled, two are pinned
+            asked.append(step)
+        if step % 2 == 0:  # a persist takes two steps
+            game.feed(shard(asked.pop(0), rank=1))
+            for publish in game.of(Publish):
+                game.feed(Published(step=publish.checkpoint.step, generation=1))
+                committed.append(publish.checkpoint.step)
+    assert len(committed) > 5 and committed[-1] > 30, committed
+    assert all(later - step < 10 for step, later in pairwise(committed))
+
+
+def test_over_the_limit_the_new_step_is_given_up_unless_it_is_the_last() -> None:
+    game = Game().feed(shard(5), shard(6), shard(7))
+    assert [game.phase(step) for step in (5, 6, 7)] == ["open", "open", "abandoned"]
+    assert [(d.step, d.tier) for d in game.of(Discard)] == [(7, "disk")]
+    game.feed(Persisting(step=8, generation=1, rank=0, world=2, final=True))
+    assert [game.phase(step) for step in (5, 6, 8)] == ["abandoned", "open", "open"]
+
+
+def test_the_old_generations_steps_give_way_first() -> None:
+    game = Game().feed(shard(5), shard(6), GenerationFormed(generation=2, start_step=6))
+    game.feed(Persisting(step=7, generation=2, rank=0, world=2))
+    assert (game.phase(5, 1), game.phase(7, 2)) == ("abandoned", "open")
+
+
+def test_steps_that_ranks_skip_by_turns_hold_up_none_of_those_they_all_save() -> None:
+    game = Game().feed(shard(5), shard(6), shard(7), shard(7, rank=1))
+    assert [game.phase(step) for step in (5, 6, 7)] == ["abandoned"] * 3
+    assert game.feed(shard(8), shard(8, rank=1)).of(Publish)
 
 
 def test_deadline_abandons_what_is_never_whole() -> None:

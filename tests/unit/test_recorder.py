@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from relit_platform.errors import PlatformError
 from relit_platform.facts import RowBatch
 from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.node.slots import Slot, create_slot
@@ -29,6 +30,7 @@ class Link:
         self.batches: list[RowBatch] = []
         self.written: int | None = 0
         self.spacing_s = 0.0
+        self.finished: list[bool] = []
         self.slots: list[str] = []
         self.calls: list[tuple[Any, ...]] = []
 
@@ -43,6 +45,8 @@ class Link:
 
     def send(self, method: str, *args: Any) -> Any:
         self.calls.append((method, *args))
+        if method == "finished" and self.finished:
+            return self.finished.pop(0)
         if method == "spacing":
             return self.spacing_s
         if method == "rows":
@@ -214,6 +218,22 @@ def test_what_was_sent_to_a_manager_that_died_is_sent_again_at_once(bench: Bench
     bench.complete(3)
     assert bench.link.sent()[-1] == [1, 2, 3]
     assert {batch.oldest_kept for batch in bench.link.batches} == {1}
+
+
+def test_a_finished_rank_tells_a_manager_that_knows_no_epoch_again(bench: Bench) -> None:
+    bench.link.finished = [False, False, True]
+    bench.recorder.finish(bench.member, {"a": 1}, stopped=True)
+    told = [call for call in bench.link.calls if call[0] == "finished"]
+    assert told == [("finished", "w", 0, '{"a": 1}', True)] * 3
+
+
+def test_a_rank_that_nobody_hears_ends_as_ours_and_not_as_the_users(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "FINISHED_S", -1.0)
+    bench.link.finished = [False]
+    with pytest.raises(PlatformError, match="epoch"):
+        bench.recorder.finish(bench.member, None, stopped=False)
 
 
 def test_a_finished_rank_hands_over_every_row_that_is_not_written(bench: Bench) -> None:

@@ -271,26 +271,31 @@ class CheckpointDesk:
         if in_use(self.book, action):
             self._reenter(NotDeleted(discard=action))
             return
-        try:
-            if action.tier == "object":
-                self._objects.retire(self.epoch, action.step, action.generation)
-                return
-            for node in action.nodes:
-                self._agents.drop(node, [(action.step, action.generation)], action.tier)
-        except (AgentError, StorageError, PlatformError) as error:
-            away = isinstance(error, AgentError | StoreUnavailableError)
-            if away and tries < MAX_TRIES:
-                self._later(self._discard, action, tries + 1, delay_s=RETRY_S)
-                return
-            data = {"tier": action.tier, "reason": action.reason, "error": str(error)}
-            self._say(
-                Note(
-                    kind="ckpt.not_deleted",
-                    step=action.step,
-                    generation=action.generation,
-                    data=data,
-                )
-            )
+        away: dict[str, Exception] = {}  # by node; "" is the object tier
+        for node in ("",) if action.tier == "object" else action.nodes:
+            try:
+                self._delete(action, node)
+            except (AgentError, StoreUnavailableError) as error:
+                away[node] = error  # the others' files go all the same
+            except (StorageError, PlatformError) as error:
+                self._not_deleted(action, error)
+        if away and tries < MAX_TRIES:
+            left = action if "" in away else replace(action, nodes=tuple(away))
+            self._later(self._discard, left, tries + 1, delay_s=RETRY_S)
+        elif away:
+            self._not_deleted(action, next(iter(away.values())))
+
+    def _delete(self, action: Discard, node: str) -> None:
+        if action.tier == "object":
+            self._objects.retire(self.epoch, action.step, action.generation)
+        else:
+            self._agents.drop(node, [(action.step, action.generation)], action.tier)
+
+    def _not_deleted(self, action: Discard, error: Exception) -> None:
+        data = {"tier": action.tier, "reason": action.reason, "error": str(error)}
+        self._say(
+            Note(kind="ckpt.not_deleted", step=action.step, generation=action.generation, data=data)
+        )
 
 
 def _persist_deadline_s(config: CheckpointConfig) -> float:

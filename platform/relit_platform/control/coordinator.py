@@ -32,6 +32,7 @@ from relit_platform.control.rebuild import Found, Patience, checkpoints, gather
 from relit_platform.control.rescue import Rescuer
 from relit_platform.control.row_book import metric_values
 from relit_platform.control.status import make_status
+from relit_platform.control.stop_bell import StopBell
 from relit_platform.errors import PlatformError
 from relit_platform.facts import (
     Drained,
@@ -71,7 +72,6 @@ from relit_platform.run_config import RunConfig
 
 MAX_BLOCKED_JOINS = 48
 TICK_S = 1.0
-STOP_NUMBER = 1
 STOP_AGAIN_S = 1.0
 
 
@@ -102,6 +102,7 @@ class Coordinator:
         self._changed = threading.Condition()  # re-entrant: background work may come back at once
         self._epoch_lock = threading.Lock()
         self._blocked = 0
+        self._bell = StopBell(agents)
         self._ticked_s = -TICK_S
         self._stop_told_s = -STOP_AGAIN_S
         self._saved_step = 0  # the newest that an earlier life has committed
@@ -222,7 +223,7 @@ class Coordinator:
             if now - self._stop_told_s < STOP_AGAIN_S:
                 return
             self._stop_told_s = now
-        self._background.submit(self._set_stop)
+        self._background.submit(self._bell.ring)
 
     def rescue(self) -> str:
         """See Rescuer.rescue."""
@@ -484,10 +485,3 @@ class Coordinator:
             if self._members.state.epoch:
                 self._members.learn(inventory.fence)
                 self._adopt(Found(inventories=[inventory]))
-
-    def _set_stop(self) -> None:
-        try:
-            for node in self._agents.nodes():
-                self._agents.set_stop(node, STOP_NUMBER)
-        except (AgentError, PlatformError):
-            pass  # asked again with the supervisor's next request

@@ -84,13 +84,14 @@ class CheckpointManager:
         """See Coordinator.spacing."""
         return self._coordinator.spacing()
 
-    def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> None:
-        """See Coordinator.finished. Waits for the epoch to be known; TimeoutError if it is not."""
+    def finished(self, worker_id: str, rank: int, value_json: str, stopped: bool = False) -> bool:
+        """See Coordinator.finished. Waits for the epoch to be known; False if it is not yet."""
         deadline_s = time.monotonic() + FINISHED_WAIT_S
         while not self._coordinator.finished(worker_id, rank, value_json, stopped):
             if time.monotonic() > deadline_s:
-                raise TimeoutError("no supervisor has told the manager its epoch")
+                return False
             time.sleep(0.05)
+        return True
 
     def user_error(
         self,

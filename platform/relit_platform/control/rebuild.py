@@ -6,6 +6,7 @@ Called by the coordinator in the thread of `start_epoch`, never under its lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from relit_storage.errors import ManifestError, StoreError
 
 PATIENCE_S = 15.0  # an agent that was killed is back by then
 PAUSE_S = 0.25
+ASKED_AT_ONCE = 64
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class Patience:
             except (AgentError, StoreError):
                 now = self._steady()
                 if now - self._silent_since_s.setdefault(what, now) >= PATIENCE_S:
+                    self._silent_since_s.pop(what, None)  # the next epoch is as patient
                     raise
                 self._sleep(PAUSE_S)
             else:
@@ -156,10 +159,15 @@ def _each(
     found: Found,
     patience: Patience,
 ) -> dict[str, T]:
+    """Ask them all at once: a rack that is away costs the time of one node."""
     answers: dict[str, T] = {}
-    for node in nodes:
+    with ThreadPoolExecutor(max(1, min(len(nodes), ASKED_AT_ONCE))) as pool:
+        asked = {
+            node: pool.submit(patience.ask, f"agent {node}", partial(call, node)) for node in nodes
+        }
+    for node, answer in asked.items():
         try:
-            answers[node] = patience.ask(f"agent {node}", partial(call, node))
+            answers[node] = answer.result()
         except (AgentError, PlatformError) as error:
             found.silent[f"agent {node}"] = str(error)
     return answers

@@ -45,6 +45,7 @@ from relit_storage.stores.prefixed import PrefixedStore
 
 RUNNING, SUCCEEDED, FAILED = "RUNNING", "SUCCEEDED", "FAILED"
 FINISH_WAIT_S = 120.0
+START_EPOCH_S = 600.0
 RESCUE_TIMEOUT_S = 60.0  # of its question to every agent, 5 s for one that does not answer
 ADAPTER = "relit_platform.ray_train.adapter"
 
@@ -130,7 +131,7 @@ class RunSupervisor:
             why_waiting=lambda: _why_waiting(config),
         )
         self._pump.keep_lease(lambda: self._give_way(config))
-        manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
+        self._start_epoch(manager)
         about = {"epoch": self._lease.epoch, "pid": os.getpid(), "after": self._pump.taken_over}
         self._pump.fact(self._fact("run.epoch", about))
         self._pump.set_state(RUNNING)
@@ -138,6 +139,21 @@ class RunSupervisor:
         self._started.set()
         state, reason = self._until_done(config, manager)
         self._finish(config, manager, state, reason)
+
+    def _start_epoch(self, manager: ManagerClient) -> None:
+        """Tell the manager, which asks every agent first: it has time, for the lease is renewed."""
+        assert self._pump is not None and self._lease is not None
+        give_up_s = time.monotonic() + START_EPOCH_S
+        while True:
+            try:
+                manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
+                return
+            except ray.exceptions.RayTaskError:
+                raise
+            except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no such actor
+                if time.monotonic() > give_up_s:
+                    raise
+                print(f"relit: the manager has no epoch yet, trying again: {error!r}", flush=True)
 
     def _take(self, config: RunConfig) -> Lease:
         """The next epoch. A lease that is not renewed while we watch belongs to a dead driver."""
@@ -190,7 +206,7 @@ class RunSupervisor:
             )
             time.sleep(decision.backoff_s)
             self._lease = self._pump.next_epoch(lambda: self._take(config))
-            manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
+            self._start_epoch(manager)
 
     def _fact(self, kind: str, data: dict[str, Any]) -> Fact:
         level: Any = "warning" if kind in ("run.restarting", "ray.seam_missing") else "info"

@@ -116,7 +116,7 @@ def advance(book: CheckpointBook, event: CheckpointEvent, now: float) -> Outcome
 
 def _persisting(book: CheckpointBook, event: Persisting, now: float) -> Outcome:
     key = event.step, event.generation
-    book, actions = _opened(book, key, event.world, now)
+    book, actions = _opened(book, key, event.world, now, final=event.final)
     known = book.steps.get(key)
     if known is None or not event.final or known.final or known.phase in TERMINAL:
         return book, actions
@@ -129,6 +129,8 @@ def _persisting(book: CheckpointBook, event: Persisting, now: float) -> Outcome:
 def _shard_persisted(book: CheckpointBook, shard: ShardPersisted, now: float) -> Outcome:
     key = shard.step, shard.generation
     book, actions = _opened(book, key, shard.world, now)
+    book, more = _passed_over(book, shard)
+    actions = [*actions, *more]
     known = book.steps.get(key)
     if known is None or known.phase in TERMINAL:
         late = discard(key, "disk", (shard.node_id,), "arrived after its step was given up")
@@ -142,8 +144,29 @@ def _shard_persisted(book: CheckpointBook, shard: ShardPersisted, now: float) ->
     return book.having(known), [*actions, Publish(checkpoint=known)]
 
 
-def _opened(book: CheckpointBook, key: Key, world: int, now: float) -> Outcome:
-    """The book with this step open, if it may be; abandons the oldest open one over the limit."""
+def _passed_over(book: CheckpointBook, shard: ShardPersisted) -> Outcome:
+    """Give up older steps of the generation that lack a shard of this rank: it persists in order,
+    so it had no slot for them, and theirs will not come.
+    """
+    actions = []
+    for known in list(book.steps.values()):
+        older = known.generation == shard.generation and known.step < shard.step
+        waits = known.phase is OPEN and not known.waits_for_nodes
+        if older and waits and shard.rank not in known.shards:
+            book, more = _abandon(book, known, f"rank {shard.rank} has not saved it")
+            actions.extend(more)
+    return book, actions
+
+
+def _opened(
+    book: CheckpointBook, key: Key, world: int, now: float, *, final: bool = False
+) -> Outcome:
+    """The book with this step open, if it may be.
+
+    Over the limit it is given up itself, for the slowest rank is at the oldest: were that given up,
+    and then the next, a disk that is slower than the cadence would never get a step done. The
+    oldest gives way to what is final, and to another generation: its ranks may be gone.
+    """
     step, generation = key
     if key in book.steps:
         return book, []
@@ -155,7 +178,9 @@ def _opened(book: CheckpointBook, key: Key, world: int, now: float) -> Outcome:
     is_open = sorted(found, key=_age)
     if len(is_open) <= book.limits.max_open:
         return book, []
-    return _abandon(book, is_open[0], "superseded by a newer step")
+    if final or is_open[0].generation != generation:
+        return _abandon(book, is_open[0], "superseded by a newer step")
+    return _abandon(book, opened, "skipped: the steps before it are still being persisted")
 
 
 def _published(book: CheckpointBook, event: Published, now: float) -> Outcome:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from relit_platform.errors import PlatformError
 from relit_platform.facts import RestorePlan, RowBatch
 from relit_platform.node.heartbeat import ControlPage, HeartbeatPage
 from relit_platform.run_config import RunConfig
@@ -39,6 +40,7 @@ SHIP_EVERY_S = 0.25
 URGENT_STEPS = 3  # told at once: a recovery is over with the first new step, one or two are redone
 RESEND_S = 5.0  # rows are written some 3 s after they were sent; then they may have been lost
 FINISH_S = 30.0
+FINISHED_S = 600.0  # a new epoch may take minutes to begin where agents do not answer
 FETCH_S = 600.0  # for a shard of another node: 10 GB at 20 MB/s
 
 
@@ -320,7 +322,11 @@ class Recorder:
             time.sleep(0.2)  # a manager that was re-created waits for its supervisor
         self.phase("done", member.step)
         rank = member.rank if member.entered else -1
-        self.manager.call("finished", self._worker_id, rank, dump_value(value), stopped)
+        last = (self._worker_id, rank, dump_value(value), stopped)
+        deadline_s = time.monotonic() + FINISHED_S
+        while self.manager.call("finished", *last) is False:
+            if time.monotonic() > deadline_s:
+                raise PlatformError(f"the manager knows no epoch for {FINISHED_S:.0f} s.")
 
     def close(self) -> None:
         """Let go of the mapped pages; the agent owns the files."""
