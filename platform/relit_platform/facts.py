@@ -250,7 +250,9 @@ class ShardFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited:
-    """An agent saw a worker's process end (pidfd), or found it gone."""
+    """An agent saw a worker's process end (pidfd), or found it gone; node_lost: the manager heard
+    that its node is no more, and the agent with it.
+    """
 
     worker_id: str
     node_id: str
@@ -260,6 +262,7 @@ class WorkerExited:
     last_phase: str
     rank: int = -1  # by its last heartbeat; -1: it never had one
     generation: int = 0
+    node_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,9 @@ class SimAgents:
     def nodes(self) -> tuple[str, ...]:
         return tuple(sorted(self._manager.nodes))
 
+    def lost_nodes(self) -> frozenset[str]:
+        return frozenset()
+
     def inventory(self, node_id: str) -> NodeInventory:
         found: NodeInventory = self._call(node_id, "inventory")
         return found

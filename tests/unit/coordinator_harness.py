@@ -41,9 +41,13 @@ class FakeAgents:
         self.away: set[str] = set()
         self.rows: dict[str, tuple[dict[str, Any], ...]] = {}  # by slot
         self.deaf: set[str] = set()
+        self.lost: set[str] = set()
 
     def nodes(self) -> tuple[str, ...]:
         return tuple(sorted(self.stock))
+
+    def lost_nodes(self) -> frozenset[str]:
+        return frozenset(self.lost)
 
     def inventory(self, node_id: str) -> NodeInventory:
         self._note(node_id, "inventory")

@@ -66,6 +66,9 @@ class OneNode:
     def nodes(self) -> tuple[str, ...]:
         return (NODE,)
 
+    def lost_nodes(self) -> frozenset[str]:
+        return frozenset()
+
     def inventory(self, node_id: str) -> NodeInventory:
         return self._keeper.inventory()
 

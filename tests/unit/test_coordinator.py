@@ -67,6 +67,27 @@ def test_a_spare_takes_over_without_losing_a_step() -> None:
     assert bench.facts("generation.lost")[0].data["completed_step"] == 7
 
 
+def test_ranks_that_went_with_their_node_are_noticed_by_nobody_but_ray() -> None:
+    """All of them on one node, and the spare on another: no collective breaks, no agent reports."""
+    bench = Bench(workers=1, spares=1)
+    bench.agents.stock["n2"] = empty_inventory("n2")
+    bench.start("a")
+    spare = replace(request("s"), node_id="n2")
+    bench.coordinator.join(spare, 0.0)
+    bench.work()
+    assert not bench.coordinator.lost(1)
+    bench.agents.lost = bench.agents.away = {NODE}
+    for _ in range(3):
+        bench.now += 3.0
+        bench.drain()
+        queued, bench.queue = bench.queue, []
+        for work in queued:  # planning begins over and over, for the state is nowhere
+            work()
+    assert bench.coordinator.lost(1)
+    [ended] = bench.facts("worker.exited")
+    assert (ended.data["worker_id"], ended.data["node_lost"]) == ("a", True)
+
+
 def test_who_forms_a_generation_can_ask_whether_it_is_lost() -> None:
     bench = Bench(workers=2, spares=1).start("a", "b", "s")
     assert [bench.coordinator.lost(n) for n in (0, 1, 2)] == [True, False, False]

@@ -81,6 +81,15 @@ def test_a_last_step_done_again_is_no_new_one_but_the_end_is() -> None:
     assert record["recovered"] and record["lost"]["steps"] == 1
 
 
+def test_a_lost_node_is_named_and_not_the_rank_that_noticed() -> None:
+    gone = [exited(rank, 21.0, node_id="node-bbbb1", node_lost=True) for rank in (1, 3)]
+    facts = [collective(0, 10.02), LOST, *gone, formed(24.3, 2, 30, filled_at_s=24.2)]
+    record = one([*facts, entered(0, 24.5), entered(1, 24.6), done(31, 25.0)])
+    assert (record["cause"]["class"], record["cause"]["node"]) == ("node_lost", "node-bbbb1")
+    assert record["victims"] == [0] and record["downtime_s"] == pytest.approx(25.0 - 10.02)
+    assert "node node-bbb was lost with ranks 1, 3 at step 30" in record["headline"]
+
+
 def test_a_killed_rank() -> None:
     record = one(KILL)
     assert record["cause"]["class"] == "worker_crash" and record["cause"]["rank"] == 1

@@ -43,6 +43,9 @@ class Nodes:
     def nodes(self) -> tuple[str, ...]:
         return tuple(sorted(self._nodes.keepers))
 
+    def lost_nodes(self) -> frozenset[str]:
+        return frozenset()
+
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         def call(node_id: str, *args: Any) -> Any:
             return getattr(OneNode(self._nodes.keepers[node_id]), verb)(node_id, *args)

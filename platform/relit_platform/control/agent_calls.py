@@ -37,6 +37,13 @@ class RayAgents:
             sorted(n.removeprefix(self._prefix) for n in ours if n.startswith(self._prefix))
         )
 
+    def lost_nodes(self) -> frozenset[str]:
+        """See AgentPort.lost_nodes. Raises AgentError when Ray's head does not answer."""
+        try:
+            return frozenset(str(n["NodeID"]) for n in ray.nodes() if not n["Alive"])
+        except (RayError, OSError) as error:
+            raise AgentError(f"the cluster does not list its nodes: {error}") from error
+
     def inventory(self, node_id: str) -> NodeInventory:
         """See AgentPort.inventory."""
         inventory: NodeInventory = self._call(node_id, CALL_TIMEOUT_S, "inventory")

@@ -25,6 +25,7 @@ from relit_platform.control.cadence_desk import CadenceDesk
 from relit_platform.control.checkpoint_desk import CheckpointDesk
 from relit_platform.control.generation_desk import GenerationDesk
 from relit_platform.control.journal import Journal
+from relit_platform.control.node_watch import NodeWatch
 from relit_platform.control.peer_desk import PeerDesk
 from relit_platform.control.planning import Answer, Planner
 from relit_platform.control.ports import AgentError, AgentPort, BackgroundPort, ObjectPort
@@ -103,6 +104,7 @@ class Coordinator:
         self._epoch_lock = threading.Lock()
         self._blocked = 0
         self._bell = StopBell(agents)
+        self._nodes = NodeWatch(agents, clock, steady)
         self._ticked_s = -TICK_S
         self._stop_told_s = -STOP_AGAIN_S
         self._saved_step = 0  # the newest that an earlier life has committed
@@ -412,6 +414,15 @@ class Coordinator:
             self._ticked_s = self._steady()
             self._saves.tick()
             self._peers.tick()
+        state = self._members.state
+        if state.holders and self._nodes.due(forming=state.phase is Phase.FORMING):
+            self._background.submit(self._look_at_nodes)
+
+    def _look_at_nodes(self) -> None:
+        with self._changed:
+            members, generation = list(self._journal.members), self._members.state.newest
+        for fact in self._nodes.ended(members, generation):
+            self._worker_exited(fact)
 
     def _adopt(self, found: Found) -> None:
         for checkpoint, manifest in checkpoints(found):

@@ -148,6 +148,7 @@ class GenerationDesk:
             "last_step": fact.last_step,
             "last_phase": fact.last_phase,
             "expected": done,
+            "node_lost": fact.node_lost,
         }
         level = "info" if done or rank is None else "warning"
         self.say("worker.exited", self.with_marks(data), level)

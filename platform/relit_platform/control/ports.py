@@ -27,6 +27,10 @@ class AgentPort(Protocol):
         """Node ids that have an agent now."""
         ...
 
+    def lost_nodes(self) -> frozenset[str]:
+        """Nodes of the cluster that Ray has declared dead."""
+        ...
+
     def inventory(self, node_id: str) -> NodeInventory:
         """What this node could contribute to a restore."""
         ...

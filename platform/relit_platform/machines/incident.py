@@ -6,7 +6,8 @@ An incident opens with the first evidence against a member of the running genera
 the first step that nobody had completed before. What happens in between, second faults included,
 belongs to it. Facts that it reads (others are passed over):
 
-    worker.exited      of a rank, unless `expected`        strongest evidence: the process has ended
+    worker.exited      of a rank, unless `expected`        strong evidence: the process has ended
+                       `node_lost`                         stronger: with all of its node
     worker.error       the user's loop raised              names the exception
     member.fault       a member's collective broke, or it refused a checkpoint file
     epoch.started      after workers ran, and no run.restarting came: the supervisor was lost
@@ -117,7 +118,9 @@ def _evidence(fact: Fact) -> Evidence | None:
     rank = data.get("rank")
     if rank is None or data.get("expected"):
         return None  # a spare, a finished rank: nobody waits for it
-    if fact.kind == "worker.exited":
+    if fact.kind == "worker.exited" and data.get("node_lost"):
+        method, weight, text = "node_lost", 4, "Ray has declared its node dead"
+    elif fact.kind == "worker.exited":
         method, weight = "exit", 3
         text = f"process {data.get('pid')} ended in phase {data.get('last_phase') or 'unknown'}"
     elif fact.kind == "worker.error":

@@ -11,6 +11,7 @@ CLASSES = {
     "controller": "controller",
     "exception": "user_error",
     "exit": "worker_crash",
+    "node_lost": "node_lost",
     "restore_refused": "store",
     "timeout": "hang",
     "collective_error": "unknown",
@@ -133,6 +134,7 @@ def headline(record: dict[str, Any]) -> str:
 def _what(record: dict[str, Any]) -> str:
     cause = record["cause"]
     ended = sorted({e["rank"] for e in cause["evidence"] if e["method"] == "exit"})
+    there = sorted({e["rank"] for e in cause["evidence"] if e["method"] == "node_lost"})
     node = f" on node {cause['node'][:8]}" if cause["node"] else ""
     match cause["class"]:
         case "controller" if cause["code"] == "train_controller_lost":
@@ -143,6 +145,9 @@ def _what(record: dict[str, Any]) -> str:
             return f"rank {cause['rank']}{node} raised {cause['exception']}"
         case "store":
             return f"rank {cause['rank']}{node} refused a checkpoint file"
+        case "node_lost":
+            ranks = "rank" if len(there) == 1 else "ranks"
+            return f"node {cause['node'][:8]} was lost with {ranks} {', '.join(map(str, there))}"
         case "worker_crash" if len(ended) > 1:
             return f"ranks {', '.join(map(str, ended))} ended unexpectedly{node}"
         case "worker_crash":
@@ -154,6 +159,7 @@ def _method(record: dict[str, Any]) -> str:
     exits = any(e["method"] == "exit" for e in record["cause"]["evidence"])
     return {
         "exit": "process exit",
+        "node_lost": "a broken collective or Ray's health check",
         "exception": "its exception",
         "collective_error": "a broken collective",
         "restore_refused": "its checksum",

@@ -13,7 +13,7 @@ MAX_EVIDENCE = 64
 class Evidence:
     """One sign of a fault. weight: a higher one names the cause; of equal ones the earliest."""
 
-    method: str  # exit, exception, restore_refused, timeout, collective_error, controller
+    method: str  # a key of incident_record.CLASSES
     weight: int
     at_s: float
     noticed_at_s: float
