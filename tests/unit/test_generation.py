@@ -238,6 +238,17 @@ def test_a_known_death_explains_the_fault_so_others_get_more_time() -> None:
     assert game.join("c", 2, 1, 7).places() == {"a": 0, "s": 1, "c": 2}
 
 
+def test_who_still_reads_keeps_its_place_though_another_has_refused_a_file() -> None:
+    fault = FaultReport(kind="restore_refused", message="m", at_s=1.0, refused={"file": "f"})
+    game = running(2, 1).join("s").join("a", 0, 1, None, fault=fault)
+    game.now += game.state.straggler_s - 1
+    assert not game.feed(Tick()).join("a", 0, 1, None, fault=fault).join("s").last
+    game.now += 2
+    asked = [game.join("s").last, game.join("a", 0, 1, None, fault=fault).last]
+    planned = [action for actions in asked for action in actions if type(action) is PlanRestore]
+    assert planned, "it may have died after all"
+
+
 def test_as_many_waiting_as_processes_means_the_others_are_dead() -> None:
     game = running(2, 1).join("s")
     game.now += 1.0

@@ -98,10 +98,18 @@ def give_up_at(state: GenerationState) -> float | None:
         began = min(waiter.since_s for waiter in state.waiting.values())
     else:
         return None
-    explained = any(
+    explained = _refused_files(state) or any(
         holder in state.gone for rank, holder in state.holders.items() if rank not in state.finished
     )
     return began + (state.straggler_s if explained and not state.finished else state.silent_s)
+
+
+def _refused_files(state: GenerationState) -> bool:
+    """Somebody has refused a file, while the others may be reading theirs, in no collective that
+    would break: their silence says nothing.
+    """
+    faults = (waiter.request.fault for waiter in state.waiting.values())
+    return any(fault is not None and fault.kind == "restore_refused" for fault in faults)
 
 
 def _given_up(state: GenerationState, waiters: Mapping[str, Waiter], now: float) -> bool:
