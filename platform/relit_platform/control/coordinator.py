@@ -103,10 +103,8 @@ class Coordinator:
         self._changed = threading.Condition()  # re-entrant: background work may come back at once
         self._epoch_lock = threading.Lock()
         self._blocked = 0
-        self._bell = StopBell(agents)
-        self._nodes = NodeWatch(agents, clock, steady)
-        self._ticked_s = -TICK_S
-        self._stop_told_s = -STOP_AGAIN_S
+        self._bell, self._nodes = StopBell(agents), NodeWatch(agents, clock, steady)
+        self._ticked_s, self._stop_told_s = -TICK_S, -STOP_AGAIN_S
         self._saved_step = 0  # the newest that an earlier life has committed
         self._journal = Journal(clock)
         self._saves = CheckpointDesk(
