@@ -47,6 +47,16 @@ def test_a_rank_does_not_load_the_trainer_with_its_backend() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_supervisors_second_thread_loads_no_half_of_ray_train() -> None:
+    """Another thread imports it at that time, and its modules import each other in circles."""
+    code = (
+        "import sys; import relit_platform.control.pump, relit_platform.control.supervisor;"
+        "import relit_platform.ray_train.groups; assert 'ray.train' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 class Made:
     """Can be told apart in what the collector looks at."""
 

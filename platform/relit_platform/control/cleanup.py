@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
+from relit_platform.ray_train.groups import remove_groups
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import NAMESPACE, manager_name
 
@@ -36,8 +37,6 @@ def close_run(config: RunConfig, *, keep_disk: bool) -> list[str]:
     keep_disk: a stopped or failed run keeps its disk tier, from which a resume restores faster
     than from the object tier; shared memory is always given back.
     """
-    from relit_platform.ray_train.placement import remove_groups  # with Ray Train: takes a second
-
     silent = []
     try:
         remove_groups(config.run_id)

@@ -29,6 +29,7 @@ from relit_platform.control.pump import Pump
 from relit_platform.facts import Fact
 from relit_platform.machines.restart import RestartState, advance, ending, tries_again
 from relit_platform.machines.shortage import shortage
+from relit_platform.ray_train.groups import remove_groups, waits_for_place
 from relit_platform.run_config import RunConfig
 from relit_platform.worker.manager_client import NAMESPACE, ManagerClient
 from relit_storage.errors import (
@@ -214,7 +215,6 @@ class RunSupervisor:
 
     def _fit(self, config: RunConfig) -> Exception | None:
         from relit_platform.ray_train.adapter import FitRequest, fit, missing_seams
-        from relit_platform.ray_train.placement import remove_groups
         from relit_platform.ray_train.prestart import rank_env
         from relit_platform.worker.start import train_worker
 
@@ -308,8 +308,6 @@ class RunSupervisor:
 
 def _why_waiting(config: RunConfig) -> str:
     """Asked by the pump while the run has no workers."""
-    from relit_platform.ray_train.placement import waits_for_place
-
     if not waits_for_place(config.run_id):
         return ""
     return shortage(config.scaling, ray.cluster_resources(), ray.available_resources())
