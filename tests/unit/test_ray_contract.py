@@ -25,7 +25,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from relit_platform.control import home
-from relit_platform.ray_train import adapter, backend, placement, prestart
+from relit_platform.ray_train import adapter, backend, groups, placement, prestart
 
 
 def test_ray_is_the_pinned_version() -> None:
@@ -105,12 +105,24 @@ def test_what_is_left_of_a_run_is_removed_and_nothing_else(monkeypatch: pytest.M
         ids[2]: {"name": "relit/r2/1", "state": "CREATED"},
     }
     removed: list[str] = []
-    monkeypatch.setattr(placement, "placement_group_table", lambda: table)
+    monkeypatch.setattr(groups, "placement_group_table", lambda: table)
     monkeypatch.setattr(
-        placement, "remove_placement_group", lambda group: removed.append(group.id.hex())
+        groups, "remove_placement_group", lambda group: removed.append(group.id.hex())
     )
-    assert placement.remove_groups("r") == 1
+    assert groups.remove_groups("r") == 1
     assert removed == [ids[1]]
+
+
+@pytest.mark.parametrize(
+    ("run", "state", "waits"),
+    [("r", "PENDING", True), ("r", "CREATED", False), ("r2", "PENDING", False)],
+)
+def test_a_run_waits_while_its_group_is_pending(
+    run: str, state: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"0a" * 18: {"name": f"relit/{run}/1", "state": state}}
+    monkeypatch.setattr(groups, "placement_group_table", lambda: table)
+    assert groups.waits_for_place("r") is waits
 
 
 class Say:
