@@ -24,7 +24,7 @@ from typing import Any
 
 from relit import run_writer
 from relit.client import Client, check_writable
-from relit.driving import HeldLease, driving, renewing
+from relit.driving import driving, renewing
 from relit.errors import BadInputError, ImportCommitError, RelitError
 from relit.import_source import Source
 from relit.reading import RunReader
@@ -38,6 +38,7 @@ from relit_storage.checkpoint.image_writing import write_image
 from relit_storage.checkpoint.manifest import Manifest
 from relit_storage.errors import StoreError
 from relit_storage.run import layout
+from relit_storage.run.held_lease import HeldLease
 from relit_storage.stores.opening import open_store
 from relit_storage.stores.protocol import ObjectStore
 

@@ -100,13 +100,13 @@ class RunReader:
             until_s = 0.0 if lease.released else lease.expires_at_s
         attempt = _well_typed(self.json(attempts[-1]) or {}) if attempts else None
         epoch = lease.epoch if lease else 0
-        by_tool = lease is not None and lease.holder.startswith(TOOL)
+        holder = lease.holder if lease else ""
         return RunFiles(
             status=status,
             attempt=attempt,
             lease_until_s=until_s,
             epoch=epoch,
-            tool=lease.holder if lease is not None and by_tool else "",
+            tool=holder if holder.startswith(TOOL) else "",
             submitted=bool(attempts) or self.exists(),
         )
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from relit import driving as module
-from relit.driving import THREAD, driving, renewing
+from relit.driving import driving, renewing
 from relit.reading import RunReader
 from relit_storage.errors import FencedError, StoreUnavailableError
+from relit_storage.run.held_lease import THREAD
 from relit_storage.run.lease import Lease, read_lease
 from relit_storage.stores.memory import MemoryStore
 

@@ -61,7 +61,9 @@ def store() -> MemoryStore:
 def make_pump(store: MemoryStore, manager: Manager, monkeypatch: pytest.MonkeyPatch) -> Pump:
     monkeypatch.setattr(module, "TICK_S", 0.001)
     lease = Lease.take(store, "r", "one", time.time(), TTL_S)
-    return Pump(store=store, config=make_config(), manager=manager, lease=lease)  # type: ignore[arg-type]
+    pump = Pump(store=store, config=make_config(), manager=manager, lease=lease)  # type: ignore[arg-type]
+    pump._lease._every_s = 0.001
+    return pump
 
 
 def run_until_fenced(pump: Pump) -> None:
@@ -95,7 +97,6 @@ def test_the_next_epoch_is_no_rival_of_the_one_before(
     """The lease is renewed all the time; between taking the new one and knowing of it, too."""
     manager = Manager()
     pump = make_pump(store, manager, monkeypatch)
-    object.__setattr__(pump._config.recovery, "lease_s", 0.004)
     pump.keep_lease(lambda: None)
     pump.start()
 
@@ -131,7 +132,6 @@ def test_the_lease_is_renewed_while_a_round_waits_for_the_manager(
             return super().call(method, *args, **kwargs)
 
     pump = make_pump(store, Slow(), monkeypatch)
-    object.__setattr__(pump._config.recovery, "lease_s", 0.004)
     pump.keep_lease(lambda: None)
     pump.start()
     assert waits.wait(10.0)
@@ -185,7 +185,6 @@ def test_the_lease_is_renewed_until_the_result_is_there_and_no_rival_gets_ours(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pump = make_pump(store, Manager(), monkeypatch)
-    object.__setattr__(pump._config.recovery, "lease_s", 0.004)
     pump.keep_lease(lambda: None)
     real, asked = store.put, [0]
 
@@ -195,7 +194,7 @@ def test_the_lease_is_renewed_until_the_result_is_there_and_no_rival_gets_ours(
             before_s = read_renewed_s(store)
             wait_until(lambda: read_renewed_s(store) > before_s)  # the last words take their time
             Lease.take(store, "r", "two", time.time() + 2 * TTL_S, TTL_S)
-            wait_until(lambda: pump._lost is not None)
+            wait_until(lambda: pump._lease.lost is not None)
         real(key, data)
 
     monkeypatch.setattr(store, "put", put)

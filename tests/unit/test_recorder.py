@@ -230,7 +230,7 @@ def test_a_finished_rank_tells_a_manager_that_knows_no_epoch_again(bench: Bench)
 def test_a_rank_that_nobody_hears_ends_as_ours_and_not_as_the_users(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "FINISHED_S", -1.0)
+    monkeypatch.setattr(recorder_module, "FINISH_S", -1.0)
     bench.link.finished = [False]
     with pytest.raises(PlatformError, match="epoch"):
         bench.recorder.finish(bench.member, None, stopped=False)

@@ -60,10 +60,11 @@ def submit(
         out.say(state_line(status))
     if over and status["state"] != "SUCCEEDED":
         out.say(f"`relit resume {job.id}` continues it")
-    if not wait or over:
-        out.data({"run_id": job.id, "path": job.path, "state": status["state"]})
-        sys.exit(run_exit_code(status) if over else 0)
-    _wait(job, timeout, out)
+    if wait and not over:
+        _wait(job, timeout, out)
+    out.data({"run_id": job.id, "path": job.path, "state": status["state"]})
+    if over:
+        sys.exit(run_exit_code(status))
 
 
 @click.command(short_help="Check a specification file; start nothing.")

@@ -29,6 +29,7 @@ from relit_platform.worker.manager_client import ManagerClient
 from relit_storage.errors import FencedError, ObjectMissingError, StoreError
 from relit_storage.run import layout
 from relit_storage.run.event_log import EventWriter, RowWriter, read_events
+from relit_storage.run.held_lease import HeldLease
 from relit_storage.run.lease import Lease
 from relit_storage.run.redaction import Redactor
 from relit_storage.stores.protocol import ObjectStore
@@ -61,7 +62,7 @@ class Pump:
         self._store = store
         self._config = config
         self._manager = manager
-        self._lease = lease
+        self._lease = HeldLease(lease, config.recovery.lease_s / 4)  # bears three failures
         self._why_waiting = why_waiting
         self._waiting = ""
         events = read_events(store)
@@ -72,9 +73,7 @@ class Pump:
         self._redactor = Redactor.from_environment(config.secret_names)
         self._telemetry = Telemetry(config.run_id)
         self._lock = threading.RLock()
-        self._lease_lock = threading.Lock()  # a Lease is for one thread at a time
         self._halt = threading.Event()
-        self._left = threading.Event()  # the lease is renewed until then: the last words take time
         self._after = 0
         self._written = 0  # as _after, of what is in the run directory
         self._appended: list[dict[str, Any]] = []  # rows that no segment has yet
@@ -85,24 +84,22 @@ class Pump:
         self._next_s = {"status": 0.0, "commands": 0.0, "waiting": 0.0}
         self._stopping = ""
         self._rounds: threading.Thread | None = None
-        self._renewing: threading.Thread | None = None
-        self._lost: FencedError | None = None
         self._on_fenced: Callable[[], None] = lambda: None
         self.fenced = 0  # the epoch that has taken over, if one has
 
     # ---- the supervisor's side ----
 
     def keep_lease(self, on_fenced: Callable[[], None]) -> None:
-        """Renew the lease from now on, by a thread of its own: rounds, and what the supervisor does
-        before them, may wait for a manager or an agent longer than a lease lasts. on_fenced is
-        called by the rounds' thread, as the last thing it does.
+        """Renew the lease from now on until the result is written, whatever is waited for.
+        on_fenced is called by the rounds' thread, as the last thing it does.
         """
         self._on_fenced = on_fenced
-        self._renewing = _begun(self._keep, "lease")
+        self._lease.start()
 
     def start(self) -> None:
         """Begin the rounds."""
-        self._rounds = _begun(self._loop, "pump")
+        self._rounds = threading.Thread(target=self._loop, name="pump", daemon=True)
+        self._rounds.start()
 
     @property
     def taken_over(self) -> bool:
@@ -137,14 +134,10 @@ class Pump:
         self._stopping = self._stopping or reason or "stop asked for"
 
     def next_epoch(self, take: Callable[[], Lease]) -> Lease:
-        """A new life of the workers under a new lease; segments carry its number from now on.
-
-        Nobody looks at the old one meanwhile: the new one is no rival of it.
-        """
+        """A new life of the workers under a new lease; segments carry its number from now on."""
         with self._lock:
             self._until_written(lambda: self._flush(time.monotonic(), force=True))
-            with self._lease_lock:
-                self._lease = lease = take()
+            lease = self._lease.replace(take)
             self._until_written(self._read_history)
             self._events = self._writer(lease.epoch)
             self._rows = RowWriter(self._store, lease.epoch)
@@ -162,16 +155,14 @@ class Pump:
         try:
             self._close(state, reason, result)
         finally:
-            self._left.set()
-            if self._renewing is not None:
-                self._renewing.join(DRAIN_TIMEOUT_S)
+            self._lease.stop()
 
     def _close(self, state: str, reason: str, result: Mapping[str, Any]) -> None:
         self._halt.set()
         if self._rounds is not None:
             self._rounds.join(DRAIN_TIMEOUT_S * 2)
         with self._lock:
-            self._check_not_lost()
+            self._lease.check()
             self._drain_to_the_end()
             for record in self._incidents.finish(time.time()):
                 self._closed(record, 0, None)
@@ -181,12 +172,8 @@ class Pump:
             body = self._redactor.data(
                 {**result, "incidents": self._incidents.count, "status": self._status}
             )
-            self._check_not_lost()
+            self._lease.check()
             self._until_written(lambda: self._store.put(layout.RESULT, _json(body)))
-
-    def _check_not_lost(self) -> None:
-        if self._lost is not None:
-            raise self._lost
 
     # ---- a round ----
 
@@ -198,7 +185,7 @@ class Pump:
             except FencedError as fenced:
                 newest = fenced.newest
                 self.fenced = newest if isinstance(newest, int) else self._lease.epoch + 1
-                self._left.set()
+                self._lease.stop()
                 self._on_fenced()
                 return
             except StoreError as error:
@@ -209,27 +196,13 @@ class Pump:
                 traceback.print_exc()
                 self._halt.wait(PAUSE_S)
 
-    def _keep(self) -> None:
-        """Renew, as often as a lease bears three failures."""
-        while True:
-            try:
-                with self._lease_lock:
-                    self._lease.renew(time.time())
-            except FencedError as fenced:
-                self._lost = fenced
-                return
-            except Exception as error:  # a store that is away may be back before the lease is out
-                print(f"relit: the lease was not renewed, trying again: {error}", flush=True)
-            if self._left.wait(self._config.recovery.lease_s / 4):
-                return
-
     def tick(self, now: float, steady_s: float) -> None:
         """One round; raises StoreError or RayError for the caller to log, FencedError to obey.
 
         steady_s: what is due goes by a clock that nobody sets; `now`, set back by an hour, would
         stop commands and status for an hour.
         """
-        self._check_not_lost()
+        self._lease.check()
         self._drain()
         if self._stopping:
             self._manager.link.send("request_stop", self._stopping)
@@ -443,12 +416,6 @@ class Pump:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(1.0)
-
-
-def _begun(work: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 def _number(key: str) -> int:

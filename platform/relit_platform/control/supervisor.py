@@ -132,7 +132,7 @@ class RunSupervisor:
             why_waiting=lambda: _why_waiting(config),
         )
         self._pump.keep_lease(lambda: self._give_way(config))
-        self._start_epoch(manager)
+        self._start_epoch(config)
         about = {"epoch": self._lease.epoch, "pid": os.getpid(), "after": self._pump.taken_over}
         self._pump.fact(self._fact("run.epoch", about))
         self._pump.set_state(RUNNING)
@@ -141,20 +141,11 @@ class RunSupervisor:
         state, reason = self._until_done(config, manager)
         self._finish(config, manager, state, reason)
 
-    def _start_epoch(self, manager: ManagerClient) -> None:
+    def _start_epoch(self, config: RunConfig) -> None:
         """Tell the manager, which asks every agent first: it has time, for the lease is renewed."""
         assert self._pump is not None and self._lease is not None
-        give_up_s = time.monotonic() + START_EPOCH_S
-        while True:
-            try:
-                manager.link.call("start_epoch", self._lease.epoch, self._pump.history())
-                return
-            except ray.exceptions.RayTaskError:
-                raise
-            except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no such actor
-                if time.monotonic() > give_up_s:
-                    raise
-                print(f"relit: the manager has no epoch yet, trying again: {error!r}", flush=True)
+        patient = ManagerClient(config.run_id, START_EPOCH_S)
+        patient.link.call("start_epoch", self._lease.epoch, self._pump.history())
 
     def _take(self, config: RunConfig) -> Lease:
         """The next epoch. A lease that is not renewed while we watch belongs to a dead driver."""
@@ -207,7 +198,7 @@ class RunSupervisor:
             )
             time.sleep(decision.backoff_s)
             self._lease = self._pump.next_epoch(lambda: self._take(config))
-            self._start_epoch(manager)
+            self._start_epoch(config)
 
     def _fact(self, kind: str, data: dict[str, Any]) -> Fact:
         level: Any = "warning" if kind in ("run.restarting", "ray.seam_missing") else "info"

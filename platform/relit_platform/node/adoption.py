@@ -49,21 +49,40 @@ def adopt_orphans(folder: str) -> list[str]:
 
     Folders of another host (on a disk that is shared against advice) are never touched.
     """
+    for orphan in orphans_beside(folder):
+        take_orphan(orphan, folder)
+    adopted = taken_orphans(folder)
+    for orphan in adopted:
+        _merge(orphan, folder)
+    return [node_of(orphan) for orphan in adopted]
+
+
+def orphans_beside(folder: str) -> list[str]:
+    """Paths of the node folders of the same run that nobody keeps."""
     parent = os.path.dirname(folder)
-    for name in sorted(os.listdir(parent)):
-        orphan = os.path.join(parent, name)
-        if orphan == folder or not is_orphan(orphan):
-            continue
-        try:
-            os.rename(orphan, os.path.join(folder, ADOPTED_PREFIX + name))
-        except FileNotFoundError:
-            continue  # another node of this host was faster
-        sync_dir(parent)
-        sync_dir(folder)
-    adopted = [name for name in sorted(os.listdir(folder)) if name.startswith(ADOPTED_PREFIX)]
-    for name in adopted:
-        _merge(os.path.join(folder, name), folder)
-    return [name[len(ADOPTED_PREFIX) :] for name in adopted]
+    paths = [os.path.join(parent, name) for name in sorted(os.listdir(parent))]
+    return [path for path in paths if path != folder and is_orphan(path)]
+
+
+def take_orphan(orphan: str, folder: str) -> None:
+    """Move it into ours, by one rename; durable. Nothing if another node was faster."""
+    try:
+        os.rename(orphan, os.path.join(folder, ADOPTED_PREFIX + os.path.basename(orphan)))
+    except FileNotFoundError:
+        return
+    sync_dir(os.path.dirname(folder))
+    sync_dir(folder)
+
+
+def taken_orphans(folder: str) -> list[str]:
+    """Paths of those that lie in ours, taken now or before a start that was cut short."""
+    names = sorted(name for name in os.listdir(folder) if name.startswith(ADOPTED_PREFIX))
+    return [os.path.join(folder, name) for name in names]
+
+
+def node_of(orphan: str) -> str:
+    """The name that a taken one had."""
+    return os.path.basename(orphan).removeprefix(ADOPTED_PREFIX)
 
 
 def is_orphan(folder: str, *, sure: bool = False) -> bool:

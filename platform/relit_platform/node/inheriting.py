@@ -20,12 +20,18 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relit_platform.node.adoption import ADOPTED_PREFIX, is_orphan
+from relit_platform.node.adoption import (
+    is_orphan,
+    node_of,
+    orphans_beside,
+    take_orphan,
+    taken_orphans,
+)
+from relit_platform.node.paths import NodeFolders
 from relit_platform.node.processes import kill_and_wait
+from relit_platform.node.slot_pool import SUFFIX
 from relit_storage.checkpoint.durable import read_file
 
-SLOTS, PEERS, WORKERS = "slots", "peers", "workers.json"
-SUFFIX = ".slot"
 DOOMED_PREFIX = "doomed-"
 MAX_WORKERS_BYTES = 16 << 20
 _COPY = re.compile(r"(rank-\d+)\.(\d+)(\.slot(?:\.offer)?)")
@@ -56,25 +62,21 @@ def inherit(folder: str, kill_timeout_s: float) -> list[Inherited]:
     Ends workers of an orphan that are still there, before their memory is read: blocks for that,
     kill_timeout_s each. One that does not die keeps its node's folder as it is.
     """
-    parent = os.path.dirname(folder)
     left: list[Inherited] = []
-    for name in sorted(os.listdir(parent)):
-        orphan = os.path.join(parent, name)
-        if orphan == folder or not is_orphan(orphan):
-            continue
-        stuck = _end_workers(orphan, kill_timeout_s)
-        if stuck:
-            left.append(Inherited(node=name, reason=f"process {stuck} does not die"))
-            continue
+    for orphan in orphans_beside(folder):
         try:
-            os.rename(orphan, os.path.join(folder, ADOPTED_PREFIX + name))
-        except FileNotFoundError:
-            continue  # another node of this host was faster
+            stuck = _end_workers(orphan, kill_timeout_s)
+            reason = f"process {stuck} does not die" if stuck else ""
+            if not stuck:
+                take_orphan(orphan, folder)
         except OSError as error:
-            left.append(Inherited(node=name, reason=str(error)))
-    for path in _beginning(folder, DOOMED_PREFIX):
-        shutil.rmtree(path, ignore_errors=True)
-    return [_merged(path, folder) for path in _beginning(folder, ADOPTED_PREFIX)] + left
+            reason = str(error)
+        if reason:
+            left.append(Inherited(node=os.path.basename(orphan), reason=reason))
+    for name in os.listdir(folder):
+        if name.startswith(DOOMED_PREFIX):
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+    return [_merged(orphan, folder) for orphan in taken_orphans(folder)] + left
 
 
 def abandoned(root: str, but_run: str = "") -> list[Abandoned]:
@@ -112,17 +114,17 @@ def give_back(folder: str) -> int:
 
 def _merged(orphan: str, folder: str) -> Inherited:
     """A node without it is better than none: what fails is said, and tried again at a start."""
-    node = os.path.basename(orphan).removeprefix(ADOPTED_PREFIX)
+    node, theirs, ours = node_of(orphan), NodeFolders(orphan, ""), NodeFolders(folder, "")
     count = num_bytes = 0
     try:
-        for nested in _beginning(orphan, ADOPTED_PREFIX):  # its own work, cut short
+        for nested in taken_orphans(orphan):  # its own work, cut short
             inner = _merged(nested, folder)
             count, num_bytes = count + inner.slots, num_bytes + inner.num_bytes
             if inner.reason:
                 raise OSError(inner.reason)
-        offset = _next_number(os.path.join(folder, PEERS))
-        for part in (SLOTS, PEERS):
-            for path in _moved(os.path.join(orphan, part), os.path.join(folder, part), offset):
+        offset = _next_number(ours.peers)
+        for source, target in ((theirs.slots, ours.slots), (theirs.peers, ours.peers)):
+            for path in _moved(source, target, offset):
                 count += path.endswith(SUFFIX)
                 num_bytes += os.stat(path).st_size
     except OSError as error:
@@ -155,7 +157,7 @@ def _next_number(folder: str) -> int:
 def _end_workers(orphan: str, timeout_s: float) -> int:
     """The pid of a worker that does not die, or 0."""
     try:
-        entries = json.loads(read_file(os.path.join(orphan, WORKERS), MAX_WORKERS_BYTES))
+        entries = json.loads(read_file(NodeFolders(orphan, "").workers, MAX_WORKERS_BYTES))
         workers = [(int(entry["pid"]), int(entry["start_ticks"])) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0  # nobody said hello, or nobody can tell who did
@@ -163,11 +165,6 @@ def _end_workers(orphan: str, timeout_s: float) -> int:
         if not kill_and_wait(pid, ticks, timeout_s):
             return pid
     return 0
-
-
-def _beginning(folder: str, prefix: str) -> list[str]:
-    names = sorted(name for name in os.listdir(folder) if name.startswith(prefix))
-    return [os.path.join(folder, name) for name in names]
 
 
 def _folders(path: str) -> Iterator[str]:

@@ -39,8 +39,7 @@ ROWS_IN_EXTRAS = 1024  # at 200 bytes a row, 200 KB at the most beside each snap
 SHIP_EVERY_S = 0.25
 URGENT_STEPS = 3  # told at once: a recovery is over with the first new step, one or two are redone
 RESEND_S = 5.0  # rows are written some 3 s after they were sent; then they may have been lost
-FINISH_S = 30.0
-FINISHED_S = 600.0  # a new epoch may take minutes to begin where agents do not answer
+FINISH_S = 600.0  # a new epoch may take minutes to begin where agents do not answer
 FETCH_S = 600.0  # for a shard of another node: 10 GB at 20 MB/s
 
 
@@ -317,16 +316,17 @@ class Recorder:
 
     def finish(self, member: Any, value: Any, *, stopped: bool) -> None:
         """The loop is over on this rank. Blocks until the manager knows, and has the rows."""
-        deadline_s = time.monotonic() + FINISH_S
-        while self.manager.call("rows", self._batch(0)) < 0 and time.monotonic() < deadline_s:
-            time.sleep(0.2)  # a manager that was re-created waits for its supervisor
-        self.phase("done", member.step)
         rank = member.rank if member.entered else -1
         last = (self._worker_id, rank, dump_value(value), stopped)
-        deadline_s = time.monotonic() + FINISHED_S
-        while self.manager.call("finished", *last) is False:
+        deadline_s = time.monotonic() + FINISH_S
+        while True:
+            known = self.manager.call("rows", self._batch(0)) >= 0
+            self.phase("done", member.step)
+            if known and self.manager.call("finished", *last) is not False:
+                return
             if time.monotonic() > deadline_s:
-                raise PlatformError(f"the manager knows no epoch for {FINISHED_S:.0f} s.")
+                raise PlatformError(f"the manager knows no epoch for {FINISH_S:.0f} s.")
+            time.sleep(0.2)  # a manager that was re-created waits for its supervisor
 
     def close(self) -> None:
         """Let go of the mapped pages; the agent owns the files."""
